@@ -1,0 +1,144 @@
+"""Files that last: JSON artefacts with a schema and provenance, written atomically.
+
+Invariants: a reader sees the old file or the new one, never half of one; the same inputs give the
+same bytes (no timestamps, sorted keys, shortest round-trip floats); an unknown schema, a cut-off
+file and a NaN are errors with a remedy, never a guess.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import IO, Any
+
+from headwise.errors import ArtefactError
+
+SCHEMA_VERSION = 1
+
+
+def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> Path:
+    """Let `write` fill a temporary file beside `path`, flush it to disk and rename it."""
+    path = Path(path)
+    temporary: str | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(
+            dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"
+        )
+        with os.fdopen(handle, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())  # noqa: PTH101 - mkstemp makes it private
+        os.replace(temporary, path)  # noqa: PTH105
+    except OSError as error:
+        raise ArtefactError(
+            f"cannot write {path.name}: {error.strerror or error}",
+            where=path.parent,
+            fix="free some disk space or choose a writable --out; earlier files there are untouched",
+        ) from None
+    finally:
+        if temporary is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)  # noqa: PTH108
+    return path
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current
+
+
+def write_bytes(path: Path, content: bytes) -> Path:
+    """Write `content` to `path` atomically."""
+    return write_atomically(path, lambda file: file.write(content))
+
+
+def write_text(path: Path, content: str) -> Path:
+    """Write `content` to `path` atomically, as UTF-8."""
+    return write_bytes(path, content.encode())
+
+
+def to_json(value: Any) -> str:
+    """Serialise with sorted keys; one line per innermost list so that diffs stay readable."""
+    return _pretty(value, 0) + "\n"
+
+
+def _pretty(value: Any, depth: int) -> str:
+    pad, close = " " * (depth + 1), " " * depth
+    if isinstance(value, dict) and value:
+        rows = [f"{pad}{json.dumps(str(k))}: {_pretty(value[k], depth + 1)}" for k in sorted(value)]
+        return "{\n" + ",\n".join(rows) + f"\n{close}}}"
+    if isinstance(value, (list, tuple)) and any(isinstance(v, (dict, list, tuple)) for v in value):
+        return "[\n" + ",\n".join(pad + _pretty(v, depth + 1) for v in value) + f"\n{close}]"
+    return json.dumps(value, allow_nan=False, ensure_ascii=False)
+
+
+def save_artefact(path: Path, kind: str, body: dict[str, Any]) -> Path:
+    """Write one JSON artefact of schema `headwise.<kind>/1`."""
+    try:
+        text = to_json({"schema": f"headwise.{kind}/{SCHEMA_VERSION}", **body})
+    except ValueError as error:  # json refuses NaN and infinity
+        raise ArtefactError(
+            f"{path.name} would hold a NaN or infinity: {error}", where=path
+        ) from None
+    return write_text(path, text)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read one JSON object; a missing or cut-off file is an `ArtefactError`."""
+    path = Path(path)
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, IsADirectoryError):
+        raise ArtefactError("no such file", where=path, fix="check the path") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ArtefactError(
+            f"not a complete JSON file ({error})",
+            where=path,
+            fix="write it again; it may be cut off",
+        ) from None
+    if not isinstance(value, dict):
+        raise ArtefactError("not a headwise artefact: no JSON object", where=path)
+    return value
+
+
+def load_artefact(path: Path, kind: str | Iterable[str]) -> dict[str, Any]:
+    """Read one JSON artefact and check its schema; `kind` may name several accepted kinds."""
+    path = Path(path)
+    kinds = [kind] if isinstance(kind, str) else list(kind)
+    body = read_json(path)
+    accepted = [f"headwise.{k}/{SCHEMA_VERSION}" for k in kinds]
+    if body.get("schema") not in accepted:
+        raise ArtefactError(
+            f"schema is {body.get('schema')!r}, expected {' or '.join(accepted)}",
+            where=path,
+            fix="pass the right file, or the headwise version that wrote it",
+        )
+    return body
+
+
+def versions() -> dict[str, str]:
+    """The versions that can change a number: headwise, torch, transformers."""
+    found = {}
+    for package in ("headwise", "torch", "transformers"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+def content_hash(parts: Iterable[bytes | str]) -> str:
+    """A SHA-256 over length-prefixed parts, so that ("ab", "c") and ("a", "bc") differ."""
+    digest = hashlib.sha256()
+    for part in parts:
+        raw = part.encode() if isinstance(part, str) else part
+        digest.update(len(raw).to_bytes(8, "little"))
+        digest.update(raw)
+    return digest.hexdigest()

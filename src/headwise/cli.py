@@ -1,0 +1,210 @@
+"""The command line: one thin function a verb, each calling one library function.
+
+Nothing here imports torch before a verb runs, so that `headwise VERB --help` answers at once.
+Exit codes: 0 done, 1 a known failure (one message, no traceback), 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headwise.errors import HeadwiseError
+
+if TYPE_CHECKING:
+    from headwise.models import LoadedModel
+    from headwise.texts import TextSet
+
+app = typer.Typer(
+    name="headwise",
+    help="Diagnose, repair, prove and measure the attention heads of a causal language model.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+MODEL_HELP = "A hub id, a model directory, a .gguf file, or the word `patient`."
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
+Out = Annotated[Path, typer.Option(help="Folder for what is written.")]
+Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")]
+Texts = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Text files, folders or a hub dataset; default: a bundled set.", show_default=False
+    ),
+]
+Lines = Annotated[bool, typer.Option("--lines", help="In .txt files every line is a text.")]
+MaxLength = Annotated[int, typer.Option(help="Cut each text at this many tokens.", min=2)]
+BatchSize = Annotated[int, typer.Option(help="Texts a forward pass.", min=1)]
+Bos = Annotated[bool, typer.Option("--bos", help="Force a BOS token in front of each text.")]
+SkipQueries = Annotated[int, typer.Option(help="Leave out the first N queries.", min=0)]
+DeviceMap = Annotated[str | None, typer.Option(help="Passed to transformers, e.g. `auto`.")]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")]
+AllowPickle = Annotated[bool, typer.Option("--allow-pickle", help="Also load pickled weights.")]
+RemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")]
+
+
+def main() -> None:
+    """Run the command line; known failures become one message and exit code 1."""
+    try:
+        app()
+    except HeadwiseError as error:
+        sys.stderr.write(f"headwise: {error}\n")
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.stderr.write("headwise: stopped; a run that had started can go on with --resume\n")
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(1)
+
+
+def _texts(sources: list[str] | None, lines: bool, model: str) -> TextSet:
+    from headwise.texts import default_texts, read_texts
+
+    return read_texts(sources, lines=lines) if sources else default_texts(model)
+
+
+def _load(
+    name: str, dtype: str | None, device_map: str | None, pickle: bool, remote: bool
+) -> LoadedModel:
+    from headwise.models import load_model
+
+    return load_model(
+        name, dtype=dtype, device_map=device_map, allow_pickle=pickle, trust_remote_code=remote
+    )
+
+
+def _wrote(paths: list[Path], quiet: bool) -> None:
+    from headwise.terminal import console
+
+    folders = sorted({path.parent for path in paths})
+    names = ", ".join(sorted(path.name for path in paths))
+    console(quiet).print(f"wrote {names} in {', '.join(map(str, folders))}", style="dim")
+
+
+@app.command()
+def diagnose(
+    model: Model,
+    out: Out = Path("out/diagnosis"),
+    texts: Texts = None,
+    lines: Lines = False,
+    max_length: MaxLength = 512,
+    batch_size: BatchSize = 4,
+    skip_queries: SkipQueries = 0,
+    bos: Bos = False,
+    dead: Annotated[float, typer.Option(help="Dead above this first-token mass.")] = 0.95,
+    sink: Annotated[float, typer.Option(help="A sink above this first-token mass.")] = 0.50,
+    low_entropy: Annotated[float, typer.Option(help="Low entropy below this, nats.")] = 0.50,
+    figures: Annotated[bool, typer.Option(help="Draw the figures too.")] = True,
+    device_map: DeviceMap = None,
+    dtype: Dtype = None,
+    allow_pickle: AllowPickle = False,
+    trust_remote_code: RemoteCode = False,
+    seed: Seed = 0,
+    quiet: Quiet = False,
+) -> None:
+    """Measure every head: where its attention goes, what it gives, whether it collapsed."""
+    from headwise.diagnosis import Thresholds, diagnose as run
+    from headwise.terminal import console, diagnosis_table, head_grid
+
+    chosen = _texts(texts, lines, model)
+    loaded = _load(model, dtype, device_map, allow_pickle, trust_remote_code)
+    diagnosis = run(
+        loaded.model, loaded.tokenizer, chosen, name=loaded.id, max_length=max_length,
+        batch_size=batch_size, skip_queries=skip_queries, bos=bos,
+        thresholds=Thresholds(dead, sink, low_entropy), quiet=quiet,
+    )  # fmt: skip
+    written = [diagnosis.save(out / "diagnosis.json")]
+    if figures:
+        from headwise.figures import diagnosis_figures
+
+        written += diagnosis_figures(diagnosis, out)
+    screen = console(quiet)
+    screen.print(head_grid(diagnosis))
+    screen.print(diagnosis_table(diagnosis))
+    _wrote(written, quiet)
+
+
+@app.command()
+def survey(
+    sources: Annotated[
+        list[str], typer.Argument(metavar="MODEL|DIAGNOSIS.json...", help="Models or diagnoses.")
+    ],
+    out: Out = Path("out/survey"),
+    texts: Texts = None,
+    lines: Lines = False,
+    max_length: MaxLength = 512,
+    batch_size: BatchSize = 4,
+    device_map: DeviceMap = None,
+    dtype: Dtype = None,
+    seed: Seed = 0,
+    quiet: Quiet = False,
+) -> None:
+    """Compare several models, or saved diagnoses, in one table and one figure."""
+    from headwise.diagnosis import Diagnosis, diagnose as run
+    from headwise.figures import save_figure, survey_panels
+    from headwise.survey import read_diagnoses, survey_models, survey_table
+    from headwise.terminal import console, table
+
+    diagnoses: list[Diagnosis] = []
+    for source in sources:
+        if source.endswith(".json"):
+            diagnoses += read_diagnoses(Path(source))
+            continue
+        loaded = _load(source, dtype, device_map, False, False)
+        diagnoses.append(
+            run(
+                loaded.model, loaded.tokenizer, _texts(texts, lines, source), name=source,
+                max_length=max_length, batch_size=batch_size, quiet=quiet,
+            )
+        )  # fmt: skip
+    result = survey_models(diagnoses)
+    written = [
+        result.save(out / "survey.json"),
+        *save_figure(survey_panels(result), out / "survey"),
+    ]
+    console(quiet).print(table("survey", *survey_table(result)))
+    _wrote(written, quiet)
+
+
+@app.command()
+def check(
+    model: Model,
+    device_map: DeviceMap = None,
+    dtype: Dtype = None,
+    allow_pickle: AllowPickle = False,
+    trust_remote_code: RemoteCode = False,
+    seed: Seed = 0,
+    quiet: Quiet = False,
+) -> None:
+    """Is the architecture known, and are its heads separable?"""
+    from headwise.architectures import geometry_of, positions_of
+    from headwise.check import check_heads
+    from headwise.errors import UnknownArchitectureError
+    from headwise.terminal import console
+
+    loaded = _load(model, dtype, device_map, allow_pickle, trust_remote_code)
+    result = check_heads(loaded.model, seed=seed)
+    geometry = geometry_of(loaded.model)
+    if not result.passed:
+        raise UnknownArchitectureError(
+            f"the heads of {model} are not separable as the table says: {result.reason()}",
+            fix="correct the row in headwise/architectures.py, or do not operate on this model",
+        )
+    console(quiet).print(
+        f"{model}: {loaded.model.config.model_type}, {geometry.num_layers} layers x "
+        f"{geometry.num_heads} heads ({geometry.num_kv_heads} key/value heads of "
+        f"{geometry.head_dim}), {positions_of(loaded.model)} positions.\n"
+        f"Heads are separable: {len(result.probes)} blocks moved exactly their own heads; silencing "
+        f"equals ablation within {result.silencing_error:.0e}, the tap changes logits by "
+        f"{result.logit_change:.0e} of their size."
+    )
+
+
+if __name__ == "__main__":
+    main()

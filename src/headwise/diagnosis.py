@@ -1,0 +1,291 @@
+"""Diagnosis: measure every head, give it a class, and describe the band of sick ones.
+
+`diagnose` runs a model and returns a frozen `Diagnosis`; everything after it (plan, compare,
+report) reads that value and never the model. First-token mass is the paper's "BOS mass", but the
+first token need not be a BOS: BLOOM's tokenizer adds none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float
+from scipy.stats import gaussian_kde
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from headwise.architectures import alibi_slopes, geometry_of
+from headwise.artefacts import load_artefact, save_artefact, versions
+from headwise.dormancy import weight_dormancy
+from headwise.errors import TextError
+from headwise.heads import Head, HeadMap, heads_where
+from headwise.measures import Measured, measure_heads, positional_baseline
+from headwise.models import describe_model
+from headwise.terminal import track
+from headwise.texts import DEFAULT_MAX_LENGTH, TextSet, batches, bundled_texts, encode_texts
+
+CLASSES = ("healthy", "low_entropy", "sink", "dead")
+SWEEP = (0.40, 0.50, 0.60)
+SINK_RATE_EPSILON = 0.3  # Gu et al. 2410.10781
+BAND_SHARE = 0.3  # a head index belongs to the band if more than this share of layers is sick
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """Where the classes begin: mass of the first token, and entropy in nats."""
+
+    dead: float = 0.95
+    sink: float = 0.50
+    low_entropy: float = 0.50
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Every head's measures and class, with what produced them."""
+
+    model: Mapping[str, Any]
+    maps: Mapping[str, Float[np.ndarray, "layer head"]] = field(repr=False)
+    classes: tuple[tuple[str, ...], ...] = field(repr=False)
+    thresholds: Thresholds = field(default_factory=Thresholds)
+    spread: Mapping[str, Float[np.ndarray, "layer head"]] = field(default_factory=dict, repr=False)
+    profile: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    sink_rate: Mapping[str, Any] = field(default_factory=dict)
+    mlp_dormancy: Mapping[str, Any] | None = field(default=None, repr=False)
+    provenance: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Heads in each class, and `sick` = dead + sink, and `total`."""
+        found = Counter(name for row in self.classes for name in row)
+        counts = {name: found[name] for name in CLASSES}
+        return {**counts, "sick": counts["dead"] + counts["sink"], "total": sum(counts.values())}
+
+    @property
+    def sick(self) -> Bool[np.ndarray, "layer head"]:
+        """Which heads are dead or sinks."""
+        return np.isin(np.array(self.classes), ("dead", "sink"))
+
+    @property
+    def band(self) -> dict[str, Any]:
+        """Head indices that are sick in more than 30% of the layers (the paper's code rule)."""
+        share = self.sick.mean(0)
+        return {
+            "indices": [int(i) for i in np.flatnonzero(share > BAND_SHARE)],
+            "sick_share_by_index": [float(value) for value in share],
+            "rule": f"sick in more than {BAND_SHARE:.0%} of the layers",
+        }
+
+    @property
+    def band_heads(self) -> list[Head]:
+        """Heads of the band: its indices, in the layers from the first to the last sick one."""
+        layers = np.flatnonzero(self.sick.any(1))
+        mask = np.zeros_like(self.sick)
+        if len(layers):
+            mask[layers[0] : layers[-1] + 1, self.band["indices"]] = True
+        return heads_where(mask)
+
+    @property
+    def threshold_sweep(self) -> dict[str, Any]:
+        """How far the sick count depends on the threshold, and whether there is a valley at all."""
+        return threshold_sweep(self.maps["first_token_mass"])
+
+    def head_sets(self) -> dict[str, list[Head]]:
+        """What the words of a selection mean for this model."""
+        names = np.array(self.classes)
+        sets = {name: heads_where(names == name) for name in CLASSES}
+        return {**sets, "sick": heads_where(self.sick), "band": self.band_heads}
+
+    def map(self, name: str) -> HeadMap:
+        """One measure as a `HeadMap`."""
+        return HeadMap(name, self.maps[name])
+
+    def to_json(self) -> dict[str, Any]:
+        """The body of `diagnosis.json`."""
+        return {
+            "model": dict(self.model),
+            "maps": {name: value.tolist() for name, value in self.maps.items()},
+            "spread": {name: value.tolist() for name, value in self.spread.items()},
+            "profile": dict(self.profile),
+            "classes": [list(row) for row in self.classes],
+            "counts": self.counts,
+            "thresholds": asdict(self.thresholds),
+            "threshold_sweep": self.threshold_sweep,
+            "sink_rate": dict(self.sink_rate),
+            "band": self.band,
+            "mlp_dormancy": self.mlp_dormancy,
+            "provenance": dict(self.provenance),
+        }
+
+    def save(self, path: Path) -> Path:
+        """Write `diagnosis.json`."""
+        return save_artefact(path, "diagnosis", self.to_json())
+
+    @staticmethod
+    def load(path: Path) -> Diagnosis:
+        """Read `diagnosis.json`."""
+        return Diagnosis.from_json(load_artefact(path, "diagnosis"))
+
+    @staticmethod
+    def from_json(body: Mapping[str, Any]) -> Diagnosis:
+        """Rebuild a diagnosis from the body of its artefact."""
+        return Diagnosis(
+            model=body["model"],
+            maps={name: np.array(value, dtype=float) for name, value in body["maps"].items()},
+            classes=tuple(tuple(row) for row in body["classes"]),
+            thresholds=Thresholds(**body["thresholds"]),
+            spread={name: np.array(value) for name, value in body["spread"].items()},
+            profile=body["profile"],
+            sink_rate=body["sink_rate"],
+            mlp_dormancy=body["mlp_dormancy"],
+            provenance=body["provenance"],
+        )
+
+    def _repr_html_(self) -> str:
+        from headwise.terminal import grid_html
+
+        return grid_html(self)
+
+
+def classify(
+    first_token_mass: Float[np.ndarray, "layer head"],
+    entropy: Float[np.ndarray, "layer head"] | None,
+    thresholds: Thresholds,
+) -> tuple[tuple[str, ...], ...]:
+    """dead, else sink, else low_entropy, else healthy; without entropy nobody is low_entropy."""
+    names = np.full(first_token_mass.shape, "healthy", dtype=object)
+    if entropy is not None:
+        names[entropy < thresholds.low_entropy] = "low_entropy"
+    names[first_token_mass > thresholds.sink] = "sink"
+    names[first_token_mass > thresholds.dead] = "dead"
+    return tuple(tuple(row) for row in names)
+
+
+def diagnose(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: TextSet | Sequence[str] | None = None,
+    *,
+    name: str | None = None,
+    max_length: int = DEFAULT_MAX_LENGTH,
+    batch_size: int = 4,
+    skip_queries: int = 0,
+    bos: bool = False,
+    thresholds: Thresholds | None = None,
+    quiet: bool = True,
+) -> Diagnosis:
+    """Measure and classify every head of a loaded model."""
+    chosen = _as_text_set(texts)
+    encoded = encode_texts(
+        tokenizer, chosen.texts, max_length=max_length, bos=bos, minimum=max(2, skip_queries + 1)
+    )
+    measured = measure_heads(
+        model,
+        track(list(batches(encoded, batch_size)), "measuring heads", quiet=quiet),
+        num_texts=len(encoded),
+        max_length=max(map(len, encoded)),
+        skip_queries=skip_queries,
+    )
+    lengths = [len(ids) for ids in encoded]
+    maps = {**measured.means(), **_positional_maps(model, lengths, skip_queries)}
+    settings = {"max_length": max_length, "skip_queries": skip_queries, "bos": bos}
+    return diagnosis_from(
+        model=describe_model(model, name),
+        maps=maps,
+        thresholds=thresholds or Thresholds(),
+        spread=measured.spreads(),
+        profile=_profile(measured),
+        sink_rate=_sink_rate(measured),
+        mlp_dormancy=weight_dormancy(model),
+        provenance={
+            "texts": {**chosen.describe(), "tokens": sum(lengths)},
+            "settings": settings,
+            "versions": versions(),
+        },
+    )
+
+
+def diagnosis_from(
+    *,
+    model: Mapping[str, Any],
+    maps: Mapping[str, Float[np.ndarray, "layer head"]],
+    thresholds: Thresholds,
+    **rest: Any,
+) -> Diagnosis:
+    """A diagnosis from maps alone: `first_token_mass` is needed, `entropy` is welcome."""
+    classes = classify(maps["first_token_mass"], maps.get("entropy"), thresholds)
+    return Diagnosis(model=model, maps=maps, classes=classes, thresholds=thresholds, **rest)
+
+
+def _as_text_set(texts: TextSet | Sequence[str] | None) -> TextSet:
+    if texts is None:
+        return bundled_texts()
+    if isinstance(texts, TextSet):
+        return texts
+    if isinstance(texts, str) or not all(text.strip() for text in texts) or not texts:
+        raise TextError(
+            "texts must be a non-empty list of non-empty strings",
+            fix="pass e.g. texts=['Some text.', 'Another one.']",
+        )
+    return TextSet("given", tuple(texts))
+
+
+def _positional_maps(
+    model: PreTrainedModel, lengths: list[int], skip: int
+) -> dict[str, Float[np.ndarray, "layer head"]]:
+    geometry = geometry_of(model)
+    slopes = alibi_slopes(model)
+    per_head = np.zeros(geometry.num_heads) if slopes is None else slopes.double().numpy()
+    rows = positional_baseline(per_head, lengths, skip)
+    if slopes is not None:
+        rows["slope"] = per_head
+    return {name: np.tile(row, (geometry.num_layers, 1)) for name, row in rows.items()}
+
+
+def _profile(measured: Measured) -> dict[str, Any]:
+    filled = np.flatnonzero(measured.profile_count)
+    starts = [0 if b == 0 else 2 ** (int(b) - 1) for b in filled]
+    stops = [1 if b == 0 else 2 ** int(b) for b in filled]
+    mass = measured.profile_sum[filled] / measured.profile_count[filled, None, None]
+    return {
+        "bucket_start": starts,
+        "bucket_stop": stops,
+        "num_queries": [int(n) for n in measured.profile_count[filled]],
+        "first_token_mass": mass.transpose(1, 2, 0).tolist(),  # [layer][head][bucket]
+    }
+
+
+def _sink_rate(measured: Measured) -> dict[str, Any]:
+    masses = measured.values["first_token_mass"]
+    return {"epsilon": SINK_RATE_EPSILON, "value": float((masses > SINK_RATE_EPSILON).mean())}
+
+
+def threshold_sweep(mass: Float[np.ndarray, "layer head"]) -> dict[str, Any]:
+    """Sick counts at 0.40, 0.50 and 0.60, the share between, and the valley of the histogram."""
+    return {
+        "counts": {f"{cut:.2f}": int((mass > cut).sum()) for cut in SWEEP},
+        "share_between_0.4_and_0.6": float(((mass > 0.4) & (mass <= 0.6)).mean()),
+        "valley": _valley(mass.ravel()),
+    }
+
+
+def _valley(values: Float[np.ndarray, head]) -> dict[str, Any]:
+    """Depth of the deepest dip between two modes of a kernel density: 1 empty, 0 no dip at all."""
+    none = {"depth": 0.0, "position": None, "modes": []}
+    if values.std() < 1e-6:
+        return none
+    grid = np.linspace(0, 1, 201)
+    density = gaussian_kde(values)(grid)
+    padded = np.r_[-1.0, density, -1.0]
+    peaks = np.flatnonzero((padded[1:-1] > padded[:-2]) & (padded[1:-1] >= padded[2:]))
+    best = none
+    for left, right in zip(peaks[:-1], peaks[1:], strict=True):
+        lowest = left + int(np.argmin(density[left : right + 1]))
+        depth = 1 - density[lowest] / max(min(density[left], density[right]), 1e-12)
+        if depth > best["depth"]:
+            modes = [float(grid[left]), float(grid[right])]
+            best = {"depth": float(depth), "position": float(grid[lowest]), "modes": modes}
+    return best

@@ -1,0 +1,233 @@
+"""Figures: one look everywhere, colour-blind-safe, PNG for slides and SVG for papers.
+
+Every function takes values (a `Diagnosis`, maps) and returns a matplotlib `Figure`; `save_figure`
+writes it. No pyplot: no global state, nothing to close. The same figure gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from jaxtyping import Float
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import Normalize, TwoSlopeNorm
+from matplotlib.figure import Figure
+
+from headwise.artefacts import write_bytes
+from headwise.diagnosis import Diagnosis
+from headwise.survey import Survey
+
+BLUE, ORANGE, RED, GREY = "#0072B2", "#E69F00", "#D55E00", "#7F7F7F"
+STYLE: dict[str, Any] = {
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": False,
+    "figure.constrained_layout.use": True,
+    "figure.dpi": 100,
+    "svg.hashsalt": "headwise",
+    "svg.fonttype": "none",
+}
+MASS_COLOURS = "cividis"  # sequential, made for colour-blind readers
+CHANGE_COLOURS = "RdBu_r"  # diverging, safe
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure in the house style."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        FigureCanvasAgg(figure)
+        return figure
+
+
+def save_figure(figure: Figure, path: Path) -> list[Path]:
+    """Write `path` with the endings .png and .svg."""
+    written = []
+    for suffix in (".png", ".svg"):
+        buffer = io.BytesIO()
+        metadata = {"Date": None} if suffix == ".svg" else {"Software": None}
+        with mpl.rc_context(STYLE):
+            figure.savefig(buffer, format=suffix[1:], dpi=160, metadata=metadata)
+        written.append(write_bytes(path.with_suffix(suffix), buffer.getvalue()))
+    return written
+
+
+def _axes(figure: Figure, title: str, x: str, y: str) -> Axes:
+    with mpl.rc_context(STYLE):
+        axes = figure.add_subplot()
+    axes.set(xlabel=x, ylabel=y)
+    axes.set_title(title, loc="left")
+    return axes
+
+
+def mass_histogram(diagnosis: Diagnosis) -> Figure:
+    """Histogram of first-token mass over heads (paper Fig. 1), bars coloured by the threshold."""
+    mass = diagnosis.maps["first_token_mass"].ravel()
+    cut = diagnosis.thresholds.sink
+    figure = new_figure(6.4, 3.6)
+    title = f"{diagnosis.model['id']}: first-token mass of {mass.size} heads"
+    axes = _axes(figure, title, "first-token mass", "heads")
+    counts, edges = np.histogram(mass, bins=50, range=(0, 1))
+    colours = [RED if left >= cut else BLUE for left in edges[:-1]]
+    axes.bar(edges[:-1], counts, width=0.02, align="edge", color=colours, edgecolor="white", lw=0.3)
+    axes.axvline(cut, color="black", ls="--", lw=1)
+    counted = diagnosis.counts
+    axes.text(cut + 0.01, axes.get_ylim()[1] * 0.94, f"{counted['sick']} sick", color=RED)
+    axes.text(cut - 0.01, axes.get_ylim()[1] * 0.94,
+              f"{counted['total'] - counted['sick']} not", color=BLUE, ha="right")  # fmt: skip
+    sweep = diagnosis.threshold_sweep
+    note = (
+        f"between 0.4 and 0.6: {sweep['share_between_0.4_and_0.6']:.0%} of heads; "
+        f"valley depth {sweep['valley']['depth']:.2f}"
+    )
+    axes.set_xlabel(f"first-token mass   ({note})")
+    return figure
+
+
+def draw_map(
+    axes: Axes, values: Float[np.ndarray, "layer head"], norm: Normalize, colours: str
+) -> Any:
+    """One layer x head map, layer 0 at the bottom as in the paper."""
+    image = axes.imshow(values, origin="lower", aspect="auto", cmap=colours, norm=norm)
+    axes.set(xlabel="head", ylabel="layer")
+    num_layers, num_heads = values.shape
+    axes.set_xticks(range(0, num_heads, max(1, num_heads // 16)))
+    axes.set_yticks(range(0, num_layers, max(1, num_layers // 12)))
+    for side in axes.spines.values():
+        side.set_visible(False)
+    return image
+
+
+def head_heat_map(
+    values: Float[np.ndarray, "layer head"],
+    title: str,
+    label: str,
+    *,
+    limits: tuple[float, float] | None = None,
+    diverging: bool = False,
+    marked: Float[np.ndarray, "layer head"] | None = None,
+) -> Figure:
+    """A layer x head map with its colour bar; `marked` heads get a dot."""
+    num_layers, num_heads = values.shape
+    figure = new_figure(2.2 + 0.24 * num_heads, 1.4 + 0.2 * num_layers)
+    axes = _axes(figure, title, "head", "layer")
+    norm, colours = _norm(values, limits, diverging)
+    image = draw_map(axes, values, norm, colours)
+    if marked is not None:
+        rows, columns = np.nonzero(marked)
+        axes.scatter(columns, rows, s=7, color="white", edgecolor="black", lw=0.5)
+    figure.colorbar(image, ax=axes, label=label, fraction=0.05, pad=0.02)
+    return figure
+
+
+def _norm(
+    values: np.ndarray, limits: tuple[float, float] | None, diverging: bool
+) -> tuple[Normalize, str]:
+    if diverging:
+        reach = max(float(np.nanmax(np.abs(values))), 1e-6) if limits is None else limits[1]
+        return TwoSlopeNorm(0.0, -reach, reach), CHANGE_COLOURS
+    low, high = limits or (float(np.nanmin(values)), float(np.nanmax(values)) or 1.0)
+    return Normalize(low, max(high, low + 1e-9)), MASS_COLOURS
+
+
+def mass_against_slope(diagnosis: Diagnosis) -> Figure:
+    """First-token mass of every head against its ALiBi slope, with the positional baseline."""
+    slope = diagnosis.maps["slope"]
+    mass = diagnosis.maps["first_token_mass"]
+    figure = new_figure(6.4, 3.6)
+    axes = _axes(
+        figure,
+        f"{diagnosis.model['id']}: shallow slopes sink",
+        "ALiBi slope (log)",
+        "first-token mass",
+    )
+    sick = diagnosis.sick
+    axes.scatter(slope[~sick], mass[~sick], s=12, color=BLUE, alpha=0.7, label="not sick")
+    axes.scatter(slope[sick], mass[sick], s=12, color=RED, alpha=0.7, label="sick")
+    axes.plot(slope[0], mass.mean(0), color="black", lw=1, label="mean of index")
+    baseline = diagnosis.maps.get("first_token_mass_positional_baseline")
+    if baseline is not None:
+        axes.plot(slope[0], baseline[0], color=GREY, ls=":", label="q.k = 0")
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(0, 1)
+    axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def position_profile(diagnosis: Diagnosis) -> Figure:
+    """First-token mass by query position: sick and other heads apart, one thin line a head."""
+    profile = np.array(diagnosis.profile["first_token_mass"])  # (layer, head, bucket)
+    starts = np.array(diagnosis.profile["bucket_start"])
+    middle = np.sqrt((starts + 0.5) * (np.array(diagnosis.profile["bucket_stop"]) - 0.5))
+    figure = new_figure(6.4, 3.6)
+    axes = _axes(
+        figure, f"{diagnosis.model['id']}: first-token mass along the text",
+        "query position (log2 buckets)", "first-token mass",
+    )  # fmt: skip
+    sick = diagnosis.sick
+    for mask, colour, label in ((~sick, BLUE, "not sick"), (sick, RED, "sick")):
+        if not mask.any():
+            continue
+        axes.plot(middle, profile[mask].T, color=colour, alpha=0.15, lw=0.7)
+        axes.plot(middle, profile[mask].mean(0), color=colour, lw=2.2, label=f"mean of {label}")
+    axes.plot(middle, 1 / (middle + 0.5), color=GREY, ls=":", label="uniform attention")
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(0, 1.02)
+    axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def survey_panels(survey: Survey) -> Figure:
+    """Heat maps of first-token mass side by side (paper Fig. 2)."""
+    count = len(survey.diagnoses)
+    columns = min(2, count)
+    rows = -(-count // columns)
+    figure = new_figure(5.2 * columns, 4.2 * rows)
+    with mpl.rc_context(STYLE):
+        grid = figure.subplots(rows, columns, squeeze=False)
+    image = None
+    for axes in grid.flat[count:]:
+        axes.set_visible(False)
+    for axes, diagnosis, row in zip(grid.flat, survey.diagnoses, survey.rows, strict=False):
+        image = draw_map(axes, diagnosis.maps["first_token_mass"], Normalize(0, 1), MASS_COLOURS)
+        axes.set_title(
+            f"{row['model']}: {row['sick_share']:.1%} sick ({row['sick']}/{row['total_heads']})",
+            loc="left",
+        )
+    figure.colorbar(image, ax=grid, label="first-token mass", fraction=0.03)
+    return figure
+
+
+def diagnosis_figures(diagnosis: Diagnosis, folder: Path) -> list[Path]:
+    """All figures of one diagnosis that its maps allow."""
+    mass = diagnosis.maps["first_token_mass"]
+    figures = {
+        "first_token_mass_histogram": mass_histogram(diagnosis),
+        "first_token_mass_map": head_heat_map(
+            mass, f"{diagnosis.model['id']}: first-token mass", "first-token mass", limits=(0, 1)
+        ),
+    }
+    if "entropy" in diagnosis.maps:
+        figures["entropy_map"] = head_heat_map(
+            diagnosis.maps["entropy"], f"{diagnosis.model['id']}: attention entropy", "nats"
+        )
+    if "slope" in diagnosis.maps:
+        figures["mass_against_slope"] = mass_against_slope(diagnosis)
+    if diagnosis.profile:
+        figures["profile_by_position"] = position_profile(diagnosis)
+    return save_figures(figures, folder)
+
+
+def save_figures(figures: Mapping[str, Figure], folder: Path) -> list[Path]:
+    """Save named figures into a folder."""
+    paths: list[Path] = []
+    for name, figure in figures.items():
+        paths += save_figure(figure, folder / name)
+    return paths

@@ -1,0 +1,195 @@
+"""Heads and sets of heads: names, per-head maps and the selection language.
+
+`L5H14` is layer 5, query head 14, both from 0. A selection is a comma list of such names with
+ranges (`L5-22H9-15,L23H0`), the words `all`, `sick`, `dead`, `sink`, `low_entropy`, `healthy`,
+`band`, and the operators `&` (and), `-` (without) and `,` (or) with parentheses. A hyphen between
+digits is a range; a hyphen with spaces or before a word is the operator.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from headwise.errors import SelectionError
+
+
+@dataclass(frozen=True, order=True)
+class Head:
+    """One query head of one layer; prints as `L5H14`."""
+
+    layer: int
+    index: int
+
+    def __str__(self) -> str:
+        return f"L{self.layer}H{self.index}"
+
+    @staticmethod
+    def parse(name: str) -> Head:
+        """Read `L5H14`."""
+        match = re.fullmatch(r"L(\d+)H(\d+)", name.strip())
+        if match is None:
+            raise SelectionError(f"{name!r} is not a head", fix="write it like L5H14")
+        return Head(int(match[1]), int(match[2]))
+
+
+@dataclass(frozen=True)
+class HeadMap:
+    """One number for every head; rows are layers, columns are heads."""
+
+    name: str
+    values: Float[np.ndarray, "layer head"] = field(repr=False)
+
+    def at(self, head: Head) -> float:
+        """The value of one head."""
+        return float(self.values[head.layer, head.index])
+
+    def where(self, mask: Bool[np.ndarray, "layer head"]) -> list[Head]:
+        """The heads at which `mask` is true, in order."""
+        return heads_where(mask)
+
+
+def heads_where(mask: Bool[np.ndarray, "layer head"]) -> list[Head]:
+    """The heads at which `mask` is true, in order."""
+    return [Head(int(layer), int(index)) for layer, index in np.argwhere(np.asarray(mask))]
+
+
+def all_heads(num_layers: int, num_heads: int) -> list[Head]:
+    """Every head of a model, in order."""
+    return [Head(layer, index) for layer in range(num_layers) for index in range(num_heads)]
+
+
+_TOKEN = re.compile(
+    r"\s*(?:(?P<heads>L\d+(?:-\d+)?(?:H\d+(?:-\d+)?)?|H\d+(?:-\d+)?)|(?P<word>[a-z_]+)|(?P<op>[&,()+-]))"
+)
+
+
+def select_heads(
+    selection: str,
+    *,
+    num_layers: int,
+    num_heads: int,
+    sets: Mapping[str, Iterable[Head]] | None = None,
+) -> list[Head]:
+    """Evaluate a selection; `sets` gives meaning to words such as `sick` and `band`."""
+    words = {"all": frozenset(all_heads(num_layers, num_heads))}
+    words |= {name: frozenset(heads) for name, heads in (sets or {}).items()}
+    parser = _Selection(_tokens(selection), selection, words, num_layers, num_heads)
+    return sorted(parser.parse())
+
+
+def _tokens(selection: str) -> list[str]:
+    tokens, at = [], 0
+    text = selection.rstrip()
+    while at < len(text):
+        match = _TOKEN.match(text, at)
+        if match is None:
+            raise SelectionError(
+                f"cannot read {selection!r} at {text[at:].strip()!r}",
+                fix="example: L5-22H9-15 & sick, L23H0",
+            )
+        tokens.append(match.group().strip())
+        at = match.end()
+    return tokens
+
+
+@dataclass
+class _Selection:
+    """Recursive descent: or-list of (term (& term | - term)*)."""
+
+    tokens: list[str]
+    text: str
+    words: dict[str, frozenset[Head]]
+    num_layers: int
+    num_heads: int
+
+    def parse(self) -> frozenset[Head]:
+        if not self.tokens:
+            raise SelectionError("the selection is empty", fix="example: sick, or L5-22H9-15")
+        heads = self._union()
+        if self.tokens:
+            raise SelectionError(f"cannot read {self.text!r} at {self.tokens[0]!r}")
+        return heads
+
+    def _union(self) -> frozenset[Head]:
+        heads = self._difference()
+        while self.tokens and self.tokens[0] in (",", "+"):
+            self.tokens.pop(0)
+            heads |= self._difference()
+        return heads
+
+    def _difference(self) -> frozenset[Head]:
+        operators: dict[str, Callable[[frozenset[Head], frozenset[Head]], frozenset[Head]]] = {
+            "&": frozenset.intersection,
+            "-": frozenset.difference,
+        }
+        heads = self._atom()
+        while self.tokens and self.tokens[0] in operators:
+            heads = operators[self.tokens.pop(0)](heads, self._atom())
+        return heads
+
+    def _atom(self) -> frozenset[Head]:
+        if not self.tokens:
+            raise SelectionError(f"{self.text!r} ends too early")
+        token = self.tokens.pop(0)
+        if token == "(":
+            heads = self._union()
+            if not self.tokens or self.tokens.pop(0) != ")":
+                raise SelectionError(f"{self.text!r} has an open parenthesis")
+            return heads
+        if token[0] in "LH":
+            return self._block(token)
+        if token not in self.words:
+            raise SelectionError(
+                f"{token!r} is not known in {self.text!r}",
+                fix=f"known words: {', '.join(sorted(self.words))}; heads look like L5H14",
+            )
+        return self.words[token]
+
+    def _block(self, token: str) -> frozenset[Head]:
+        match = re.fullmatch(r"(?:L(\d+)(?:-(\d+))?)?(?:H(\d+)(?:-(\d+))?)?", token)
+        assert match is not None  # the tokenizer let it through
+        layers = self._range(match[1], match[2], self.num_layers, "layer", token)
+        indices = self._range(match[3], match[4], self.num_heads, "head", token)
+        return frozenset(Head(layer, index) for layer in layers for index in indices)
+
+    @staticmethod
+    def _range(first: str | None, last: str | None, count: int, noun: str, token: str) -> range:
+        if first is None:
+            return range(count)
+        start, stop = int(first), int(last if last is not None else first)
+        if stop >= count or start > stop:
+            raise SelectionError(
+                f"{token} is out of range: the model has {noun}s 0 to {count - 1}",
+                fix=f"choose {noun}s from 0 to {count - 1}, the smaller one first",
+            )
+        return range(start, stop + 1)
+
+
+def format_heads(heads: Iterable[Head]) -> str:
+    """Write heads as the shortest selection of per-layer ranges: `L5H9-11,L5H14`."""
+    by_layer: dict[int, list[int]] = {}
+    for head in sorted(set(heads)):
+        by_layer.setdefault(head.layer, []).append(head.index)
+    rows: dict[str, list[int]] = {}
+    for layer, indices in by_layer.items():
+        rows.setdefault(_ranges(indices, ",H"), []).append(layer)
+    blocks = []
+    for indices_text, layers in rows.items():
+        for layers_text in _ranges(layers, "|").split("|"):
+            blocks += [f"L{layers_text}H{part}" for part in indices_text.split(",H")]
+    return ",".join(blocks)
+
+
+def _ranges(numbers: list[int], separator: str) -> str:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return separator.join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -1,0 +1,182 @@
+"""Loading: a hub id, a directory, a GGUF file or the word `patient` becomes a model in eval mode.
+
+Weights come from safetensors or GGUF; pickles and remote code only on request. A wrong path, a
+cut-off file, a missing tokenizer and a NaN weight are told apart here, before any work starts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as hf_logging
+
+from headwise.architectures import alibi_slopes, architecture_of, geometry_of, positions_of
+from headwise.errors import ModelError
+from headwise.patient import patient_dir
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to be looked at, with what identifies it."""
+
+    id: str
+    model: PreTrainedModel = field(repr=False)
+    tokenizer: PreTrainedTokenizerBase = field(repr=False)
+
+    def describe(self) -> dict[str, Any]:
+        """The `model` entry of an artefact."""
+        return describe_model(self.model, self.id)
+
+
+def load_model(
+    name: str,
+    *,
+    dtype: str | None = None,
+    device_map: str | None = None,
+    allow_pickle: bool = False,
+    trust_remote_code: bool = False,
+) -> LoadedModel:
+    """Load a model and its tokenizer; float32 on CPU, bfloat16 on an accelerator by default."""
+    path = patient_dir() if name == "patient" else Path(name)
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    source: str = str(path) if path.exists() else name
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelError("no such GGUF file", where=path, fix="check the path")
+        source, options["gguf_file"] = str(path.parent), path.name
+    elif not path.exists() and (name.startswith((".", "/")) or name.count("/") > 1):
+        raise ModelError("no such model directory", where=name, fix="check the path")
+    with _quiet():
+        tokenizer = _load_tokenizer(source, options)
+        model = _load_weights(source, options, dtype, device_map, allow_pickle)
+    _forget_quantization(model)
+    architecture_of(model)
+    require_finite(model)
+    return LoadedModel(name, model.eval(), tokenizer)
+
+
+def _load_tokenizer(source: str, options: dict[str, Any]) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(source, **options)
+    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
+        raise ModelError(
+            f"no tokenizer could be loaded ({_first_line(error)})",
+            where=source,
+            fix="check the model name or path; a local model directory needs tokenizer.json",
+        ) from None
+
+
+def _load_weights(
+    source: str,
+    options: dict[str, Any],
+    dtype: str | None,
+    device_map: str | None,
+    allow_pickle: bool,
+) -> PreTrainedModel:
+    chosen = dtype or ("bfloat16" if device_map and torch.cuda.is_available() else "float32")
+    if not hasattr(torch, chosen):
+        raise ModelError(f"unknown --dtype {chosen!r}", fix="float32, bfloat16 or float16")
+    if "gguf_file" not in options:
+        options = {**options, "use_safetensors": None if allow_pickle else True}
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            source, dtype=getattr(torch, chosen), device_map=device_map, **options
+        )
+    except (SafetensorError, RuntimeError, EOFError) as error:
+        raise ModelError(
+            f"the weight file is damaged or cut off ({_first_line(error)})",
+            where=source,
+            fix="download or copy the weights again",
+        ) from None
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelError(
+            f"the model could not be loaded ({_first_line(error)})",
+            where=source,
+            fix="check the name; pickled weights need --allow-pickle, remote code its own flag",
+        ) from None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers' loading bars and notes off the terminal; errors still come as errors."""
+    level = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_error()
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
+    try:
+        with redirect_stderr(io.StringIO()):  # the GGUF reader draws its bar with bare tqdm
+            yield
+    finally:
+        hf_logging.set_verbosity(level)
+
+
+def _forget_quantization(model: PreTrainedModel) -> None:
+    """A de-quantised GGUF model is an ordinary one, but transformers refuses to save it as such."""
+    if getattr(model, "hf_quantizer", None) is not None:
+        model.hf_quantizer = None
+        model.is_quantized = False
+        model.config.__dict__.pop("quantization_config", None)
+
+
+def require_finite(model: PreTrainedModel) -> None:
+    """Refuse a model with NaN or infinite weights, naming the first one."""
+    for name, parameter in model.named_parameters():
+        if not bool(torch.isfinite(parameter.detach()).all()):
+            raise ModelError(
+                f"weights hold NaN or infinity, first in {name}",
+                where=model.config._name_or_path or model.config.model_type,
+                fix="use an undamaged checkpoint; a half-precision conversion may have overflowed",
+            )
+
+
+def weight_fingerprint(model: PreTrainedModel) -> str:
+    """SHA-256 over the names, types, shapes and bits of all weights."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(f"{name}{parameter.dtype}{tuple(parameter.shape)}".encode())
+        raw = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        digest.update(memoryview(raw.numpy()))
+    return digest.hexdigest()
+
+
+def describe_model(model: PreTrainedModel, name: str | None = None) -> dict[str, Any]:
+    """What an artefact says about its model."""
+    geometry = geometry_of(model)
+    slopes = alibi_slopes(model)
+    return {
+        "id": name or model.config._name_or_path or str(model.config.model_type),
+        "model_type": str(model.config.model_type),
+        "fingerprint": weight_fingerprint(model),
+        "num_layers": geometry.num_layers,
+        "num_heads": geometry.num_heads,
+        "num_kv_heads": geometry.num_kv_heads,
+        "head_dim": geometry.head_dim,
+        "positions": positions_of(model),
+        "num_parameters": sum(p.numel() for p in model.parameters()),
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        **({} if slopes is None else {"slopes": [float(s) for s in slopes]}),
+    }
+
+
+def offline() -> bool:
+    """Whether the user forbade the network."""
+    return os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")

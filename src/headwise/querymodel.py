@@ -1,0 +1,254 @@
+"""What is assumed about a head's queries: a mean and a covariance for every query bucket.
+
+A query at bucket b prefers key 1 over key 2 when q.d > 0, d = k1 - k2. If q is normal with mean
+mu_b and covariance S_b, that happens with probability Phi(m / sqrt(v)), m = mu_b.d, v = d'S_b d.
+The definitions differ only in mu_b and S_b, so each is a `QueryModel`: means and factors F_b with
+S_b = F_b F_b'. The rotation that singles out the positional direction is folded into them, so keys
+are never rotated.
+
+Invariant: with a full covariance the numbers do not depend on orientation or rotation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Float, Int64
+from scipy import linalg
+
+from headwise.qkdata import VectorTable
+
+Definition = Literal["seed", "full", "empirical", "linear-diagonal"]
+FLOOR = 1e-12  # the seed's epsilon: added to a covariance, and the least variance
+
+
+@dataclass(frozen=True)
+class Queries:
+    """One head's queries, oriented and sorted by bucket; components are contiguous rows."""
+
+    vectors: Float[np.ndarray, "dim row"]
+    position: Float[np.ndarray, " row"]
+    example: Int64[np.ndarray, " row"]
+    buckets: Int64[np.ndarray, " bucket"]
+    start: Int64[np.ndarray, " bucket_and_one"]
+
+    def rows(self, index: int) -> slice:
+        """The rows of one bucket."""
+        return slice(int(self.start[index]), int(self.start[index + 1]))
+
+    @property
+    def counts(self) -> Int64[np.ndarray, " bucket"]:
+        """Queries in each bucket."""
+        return np.asarray(np.diff(self.start))
+
+    @property
+    def mean_positions(self) -> Float[np.ndarray, " bucket"]:
+        """The mean position of each bucket's queries (tau)."""
+        sums = np.add.reduceat(self.position, self.start[:-1])
+        return np.asarray(sums / self.counts)
+
+
+@dataclass(frozen=True)
+class PositionFit:
+    """Least squares of every component on position: q = alpha + beta t."""
+
+    alpha: Float[np.ndarray, " dim"]
+    beta: Float[np.ndarray, " dim"]
+    r2: Float[np.ndarray, " dim"]
+
+
+@dataclass(frozen=True)
+class Reflection:
+    """H = I - 2 v v', with the first column's sign turned if `flip` is -1."""
+
+    v: Float[np.ndarray, " dim"]
+    flip: float
+
+    @property
+    def axis(self) -> Float[np.ndarray, " dim"]:
+        """The positional direction: the first column of H."""
+        first: np.ndarray = -2 * self.v * self.v[0]
+        first[0] += 1.0
+        return first * self.flip
+
+    def rotate(self, vectors: Float[np.ndarray, "dim row"]) -> Float[np.ndarray, "dim row"]:
+        """Components in the rotated basis; a rank-one update, not a matrix product."""
+        rotated = vectors - np.outer(2 * self.v, self.v @ vectors)
+        rotated[0] *= self.flip
+        return rotated
+
+    def matrix(self) -> Float[np.ndarray, "dim dim"]:
+        """H written out, one basis vector a column."""
+        return self.rotate(np.eye(len(self.v))).T
+
+
+@dataclass(frozen=True)
+class QueryModel:
+    """Mean and covariance factor of each bucket; one factor alone is shared by all buckets."""
+
+    means: Float[np.ndarray, "dim bucket"]
+    factors: tuple[Float[np.ndarray, "dim dim"], ...]  # lower triangular
+    axis: Float[np.ndarray, " dim"]
+    keep_identical: bool  # whether a pair of equal keys counts (as 1) or is left out
+
+    def factor(self, index: int) -> Float[np.ndarray, "dim dim"]:
+        """The factor of one bucket."""
+        return self.factors[index if len(self.factors) > 1 else 0]
+
+
+def sort_queries(table: VectorTable, signs: Float[np.ndarray, " dim"]) -> Queries:
+    """Sort by bucket, orient, and lay components out as rows."""
+    order = np.argsort(table.bucket, kind="stable")
+    buckets, start = np.unique(table.bucket[order], return_index=True)
+    vectors = np.empty(table.vectors.shape[::-1])
+    np.multiply(table.vectors[order].T, signs[:, None], out=vectors)
+    return Queries(
+        vectors=vectors,
+        position=table.position[order].astype(np.float64),
+        example=table.example[order],
+        buckets=buckets,
+        start=np.append(start, len(order)),
+    )
+
+
+def fit_positions(queries: Queries) -> PositionFit:
+    """Regress every component on the raw position; constant positions give slope and R2 0."""
+    centred_t = queries.position - queries.position.mean()
+    spread = float(centred_t @ centred_t)
+    mean = queries.vectors.mean(axis=1)
+    if spread <= 0:
+        return PositionFit(mean, np.zeros_like(mean), np.zeros_like(mean))
+    beta = queries.vectors @ centred_t / spread
+    # Row by row: a component fits the cache, the whole matrix does not.
+    total = np.array(
+        [np.vecdot(c, c) for c in (x - m for x, m in zip(queries.vectors, mean, strict=True))]
+    )
+    residual = total - beta * beta * spread
+    r2 = np.minimum(1.0 - residual / np.maximum(total, FLOOR), 1.0)
+    return PositionFit(mean - beta * queries.position.mean(), beta, r2)
+
+
+def reflect_onto(beta: Float[np.ndarray, " dim"], *, public: bool) -> Reflection:
+    """A Householder reflection whose first column is the direction of `beta`.
+
+    The public code always takes v along u - e1, which is rounding noise when u is near e1;
+    otherwise the sign is chosen so that nothing cancels, and the first column is turned back.
+    """
+    none = Reflection(np.zeros_like(beta), 1.0)
+    size = float(np.linalg.norm(beta))
+    if size < FLOOR:
+        return none
+    u = beta / size
+    v, flip = u.copy(), 1.0
+    if public or u[0] <= 0:
+        v[0] -= 1.0
+    else:
+        v[0] += 1.0
+        flip = -1.0
+    length = float(np.linalg.norm(v))
+    return none if length < FLOOR else Reflection(v / length, flip)
+
+
+def bucket_moments(
+    queries: Queries, index: int
+) -> tuple[Float[np.ndarray, " dim"], Float[np.ndarray, "dim dim"]]:
+    """Mean and covariance (n - 1) of one bucket's queries; a single query has covariance 0."""
+    inside = queries.vectors[:, queries.rows(index)]
+    mean = inside.mean(axis=1)
+    centred = inside - mean[:, None]
+    return mean, centred @ centred.T / max(inside.shape[1] - 1, 1)
+
+
+def positional_residual(queries: Queries, fit: PositionFit, axis: np.ndarray) -> np.ndarray:
+    """The part of the queries along `axis` that the line does not explain."""
+    residual: np.ndarray = axis @ queries.vectors
+    residual -= axis @ fit.alpha + (axis @ fit.beta) * queries.position
+    return residual
+
+
+def build_model(
+    definition: Definition, queries: Queries, fit: PositionFit, reflection: Reflection
+) -> QueryModel:
+    """Means and covariance factors of every query bucket under one definition."""
+    if definition == "linear-diagonal":
+        return _linear_diagonal(queries, fit, reflection)
+    if definition == "full":
+        moments = [bucket_moments(queries, index) for index in range(len(queries.buckets))]
+        means = np.stack([mean for mean, _ in moments], axis=1)
+        factors = tuple(factor_of(covariance) for _, covariance in moments)
+        return QueryModel(means, factors, reflection.axis, keep_identical=False)
+    return _seed(queries, fit, reflection.axis)
+
+
+def _seed(queries: Queries, fit: PositionFit, axis: Float[np.ndarray, " dim"]) -> QueryModel:
+    """Along the positional axis the line and one variance; across it the bucket's own moments."""
+    residual = positional_residual(queries, fit, axis)
+    variance = float(residual.var(ddof=1)) if len(residual) > 1 else 1.0
+    across = np.eye(len(axis)) - np.outer(axis, axis)
+    line = axis @ fit.alpha + (axis @ fit.beta) * queries.mean_positions
+    means, factors = np.outer(axis, line), []
+    for index in range(len(queries.buckets)):
+        mean, covariance = bucket_moments(queries, index)
+        means[:, index] += mean - axis * (axis @ mean)
+        semantic = across @ covariance @ across + FLOOR * across
+        factors.append(factor_of(semantic + variance * np.outer(axis, axis)))
+    return QueryModel(means, tuple(factors), axis, keep_identical=True)
+
+
+def _linear_diagonal(queries: Queries, fit: PositionFit, reflection: Reflection) -> QueryModel:
+    """The public code: one line and one variance for each rotated component, for all buckets."""
+    num_rows = queries.vectors.shape[1]
+    basis = reflection.matrix()
+    variance = np.ones(len(fit.beta))
+    if num_rows > 1:
+        residual = queries.vectors - fit.alpha[:, None] - np.outer(fit.beta, queries.position)
+        variance = reflection.rotate(residual).var(axis=1, ddof=1)
+    scale = np.sqrt(np.where(variance > 0, variance, FLOOR))
+    means = fit.alpha[:, None] + np.outer(fit.beta, queries.mean_positions)
+    return QueryModel(means, (triangular(basis * scale),), reflection.axis, keep_identical=False)
+
+
+def factor_of(covariance: Float[np.ndarray, "dim dim"]) -> Float[np.ndarray, "dim dim"]:
+    """Lower triangular F with F F' = covariance; by eigenvalues if it is singular."""
+    try:
+        return np.asarray(linalg.cholesky(covariance, lower=True, check_finite=False))
+    except linalg.LinAlgError:
+        values, vectors = linalg.eigh(covariance, check_finite=False)
+        return triangular(vectors * np.sqrt(np.maximum(values, 0.0)))
+
+
+def triangular(factor: Float[np.ndarray, "dim dim"]) -> Float[np.ndarray, "dim dim"]:
+    """The lower triangular matrix with the same F F'; products with it cost half."""
+    upper: np.ndarray = linalg.qr(factor.T, mode="r", check_finite=False)[0]
+    return upper.T
+
+
+@dataclass(frozen=True)
+class Predictability:
+    """How well one projection of a query tells log2 of its position."""
+
+    r2: float
+    mae_baseline: float
+    mae_projection: float
+
+    @property
+    def mae_ratio(self) -> float:
+        """Projection's error over the error of always saying the mean; 1 if both are 0."""
+        return self.mae_projection / self.mae_baseline if self.mae_baseline > 0 else 1.0
+
+
+def predict_positions(queries: Queries, beta: Float[np.ndarray, " dim"]) -> Predictability:
+    """Regress log2(position + 1) on the projection of the query onto `beta`."""
+    target = np.log2(queries.position + 1.0)
+    centred = target - target.mean()
+    baseline = float(np.abs(centred).mean())
+    size = float(np.linalg.norm(beta))
+    projection = beta / size @ queries.vectors if size > 0 else np.zeros(len(target))
+    projection -= projection.mean()
+    spread, total = float(projection @ projection), float(centred @ centred)
+    if spread <= 0 or total <= 0:
+        return Predictability(0.0, baseline, baseline)
+    left = centred - projection * (float(projection @ centred) / spread)
+    return Predictability(1.0 - float(left @ left) / total, baseline, float(np.abs(left).mean()))

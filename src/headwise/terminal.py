@@ -1,0 +1,178 @@
+"""What the terminal shows: progress, tables and the coloured head grid (rich), and HTML for notebooks.
+
+Only this module and the command line write to the terminal. On a terminal long work has a live bar;
+elsewhere it has plain lines, so that logs stay readable.
+"""
+
+from __future__ import annotations
+
+import html
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from headwise.diagnosis import Diagnosis
+
+Item = TypeVar("Item")
+
+# Okabe-Ito: told apart by colour-blind readers
+CLASS_COLOURS = {
+    "healthy": "#56B4E9",
+    "low_entropy": "#F0E442",
+    "sink": "#E69F00",
+    "dead": "#D55E00",
+}
+CLASS_LETTERS = {"healthy": "·", "low_entropy": "e", "sink": "s", "dead": "D"}
+_PLAIN_EVERY = 15.0  # seconds between plain progress lines
+
+
+def console(quiet: bool = False) -> Console:
+    """Standard output; silent if asked."""
+    return Console(quiet=quiet, highlight=False, soft_wrap=True)
+
+
+def track(items: Sequence[Item], title: str, *, quiet: bool = False) -> Iterator[Item]:
+    """Iterate with a progress bar on a terminal and occasional lines elsewhere."""
+    with progress(len(items), title, quiet=quiet) as advance:
+        for item in items:
+            yield item
+            advance(1, "")
+
+
+@contextmanager
+def progress(total: int, title: str, *, quiet: bool = False, start: int = 0) -> Iterator[Any]:
+    """A bar of `total` steps; the yielded function takes (steps, note)."""
+    if quiet:
+        yield lambda steps, note: None
+    elif sys.stderr.isatty():
+        with _bar() as bar:
+            task = bar.add_task(title, total=total, completed=start, note="")
+            yield lambda steps, note: bar.update(task, advance=steps, note=note)
+    else:
+        yield _plain_lines(total, title, start)
+
+
+def _bar() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("eta"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+        console=Console(stderr=True),
+        transient=True,
+    )
+
+
+def _plain_lines(total: int, title: str, start: int) -> Any:
+    state = {"done": start, "last": time.monotonic()}
+
+    def advance(steps: int, note: str) -> None:
+        state["done"] += steps
+        now = time.monotonic()
+        if now - state["last"] >= _PLAIN_EVERY:
+            state["last"] = now
+            sys.stderr.write(f"{title}: {int(state['done'])}/{total} {note}".rstrip() + "\n")
+            sys.stderr.flush()
+
+    return advance
+
+
+def head_grid(diagnosis: Diagnosis, name: str = "first_token_mass") -> Text:
+    """Layers down, heads across: background by class, the digit is the mass in tenths."""
+    mass = diagnosis.maps[name]
+    text = Text("layer\\head ")
+    text.append("".join(f"{h % 100:>3}" for h in range(mass.shape[1])) + "\n", style="dim")
+    for layer, row in enumerate(diagnosis.classes):
+        text.append(f"{layer:>10} ", style="dim")
+        for head, label in enumerate(row):
+            digit = CLASS_LETTERS[label] + f"{min(int(mass[layer, head] * 10), 9)}"
+            text.append(f" {digit}", style=f"black on {CLASS_COLOURS[label]}")
+        text.append("\n")
+    text.append("           ")
+    for label, colour in CLASS_COLOURS.items():
+        text.append(f" {CLASS_LETTERS[label]} {label} ", style=f"black on {colour}")
+        text.append(" ")
+    text.append("digit = first-token mass in tenths", style="dim")
+    return text
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
+    """A plain table; numbers are right-aligned."""
+    result = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
+    for index, column in enumerate(columns):
+        numeric = all(isinstance(row[index], (int, float)) for row in rows)
+        result.add_column(column, justify="right" if numeric else "left")
+    for row in rows:
+        result.add_row(*(cell(value) for value in row))
+    return result
+
+
+def cell(value: object) -> str:
+    """One table cell: four significant digits for floats."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "" if value is None else str(value)
+
+
+def diagnosis_table(diagnosis: Diagnosis) -> Table:
+    """The counts and what they depend on."""
+    counts = diagnosis.counts
+    total = counts["total"]
+    rows: list[tuple[str, str]] = [
+        (name, f"{counts[name]} ({counts[name] / total:.1%})")
+        for name in ("healthy", "low_entropy", "sink", "dead", "sick")
+    ]
+    sweep = diagnosis.threshold_sweep
+    rows.append(("sick at 0.40 / 0.50 / 0.60", " / ".join(map(str, sweep["counts"].values()))))
+    rows.append(("share with mass 0.4 to 0.6", f"{sweep['share_between_0.4_and_0.6']:.1%}"))
+    rows.append(("valley depth (1 empty, 0 none)", f"{sweep['valley']['depth']:.2f}"))
+    rows.append(("band (head indices)", ", ".join(map(str, diagnosis.band["indices"])) or "none"))
+    if diagnosis.sink_rate:
+        rows.append((f"sink rate (> {diagnosis.sink_rate['epsilon']})",
+                     f"{diagnosis.sink_rate['value']:.1%}"))  # fmt: skip
+    if diagnosis.mlp_dormancy:
+        rows.append(("dormant MLP neurons", f"{diagnosis.mlp_dormancy['share']:.2%}"))
+    return table(str(diagnosis.model["id"]), ("heads", "count"), rows)
+
+
+def grid_html(diagnosis: Diagnosis) -> str:
+    """The head grid as an HTML table, for notebooks; hover shows the numbers."""
+    mass = diagnosis.maps["first_token_mass"]
+    rows = []
+    for layer, row in enumerate(diagnosis.classes):
+        cells = "".join(_html_cell(diagnosis.maps, layer, head, c) for head, c in enumerate(row))
+        rows.append(f"<tr><th>L{layer}</th>{cells}</tr>")
+    header = "".join(f"<th>H{head}</th>" for head in range(mass.shape[1]))
+    counts = diagnosis.counts
+    title = f"{html.escape(str(diagnosis.model['id']))}: {counts['sick']} of {counts['total']} sick"
+    return (
+        f"<div><b>{title}</b><table style='border-collapse:collapse;font:11px monospace'>"
+        f"<tr><th></th>{header}</tr>{''.join(rows)}</table></div>"
+    )
+
+
+def _html_cell(maps: Mapping[str, Any], layer: int, head: int, label: str) -> str:
+    numbers = [f"{name} {value[layer, head]:.3f}" for name, value in sorted(maps.items())]
+    hover = html.escape(f"L{layer}H{head} {label}\n" + "\n".join(numbers), quote=True)
+    return (
+        f"<td title='{hover}' style='background:{CLASS_COLOURS[label]};color:#000;"
+        f"text-align:center;padding:1px 3px'>{maps['first_token_mass'][layer, head]:.2f}</td>"
+    )
