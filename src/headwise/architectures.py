@@ -63,6 +63,7 @@ def _llama(positions: Positions = "rope") -> Architecture:
     )
 
 
+# fmt: off
 ARCHITECTURES: dict[str, Architecture] = {
     "bloom": Architecture(
         "transformer.h", "self_attention", ("query_key_value",), "dense", "grouped", "alibi",
@@ -101,9 +102,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma": _llama(), "gemma2": _llama(), "gemma3_text": _llama(), "granite": _llama(),
     "llama": _llama(), "mistral": _llama(), "olmo": _llama(), "qwen2": _llama(), "qwen3": _llama(),
     "smollm3": _llama(), "stablelm": _llama(),
-}  # fmt: skip
+}
+# fmt: on
 
-NOT_SEPARABLE: dict[str, str] = dict.fromkeys(("olmo2", "olmo3", "flex_olmo", "minimax_m2", "olmo_hybrid"), "its query/key norm runs across all heads of a layer, so a change in one head's " "weights moves every other head")
+NOT_SEPARABLE: dict[str, str] = dict.fromkeys(
+    ("olmo2", "olmo3", "flex_olmo", "minimax_m2", "olmo_hybrid"),
+    "its query/key norm runs across all heads of a layer, so a change in one head's weights moves "
+    "every other head",
+)
 
 
 def architecture_of(model: PreTrainedModel) -> Architecture:
@@ -157,7 +163,7 @@ def geometry_of(model: PreTrainedModel) -> Geometry:
     config = model.config.get_text_config()
     num_heads = int(config.num_attention_heads)
     output = projection_of(model, 0, "o")
-    width = output.weight.shape[0 if is_transposed(output) else 1]
+    width = weight_of(output).shape[0 if is_transposed(output) else 1]
     return Geometry(
         num_layers=len(blocks_of(model)),
         num_heads=num_heads,
@@ -174,6 +180,13 @@ def _num_kv_heads(config: object, num_heads: int) -> int:
             return int(getattr(config, "num_kv_heads", None) or num_heads)
         return 1
     return int(getattr(config, "num_key_value_heads", None) or num_heads)
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    """The weight of a linear module, detached: the same storage, no gradient."""
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return weight.detach()
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -212,7 +225,8 @@ def _mpt_slopes(model: PreTrainedModel) -> Tensor:
 
     # Keys at -1 and 0 relative to the last query: the first value is minus the slope. The model
     # itself always uses alibi_bias_max = 8, whatever its config says.
-    return -build_mpt_alibi_tensor(int(model.config.num_attention_heads), 2)[:, 0, 0].float()
+    bias: Tensor = build_mpt_alibi_tensor(int(model.config.num_attention_heads), 2)
+    return -bias[:, 0, 0].float()
 
 
 _SLOPES: dict[str, Callable[[PreTrainedModel], Tensor]] = {

@@ -41,7 +41,7 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> Path:
         raise ArtefactError(
             f"cannot write {path.name}: {error.strerror or error}",
             where=path.parent,
-            fix="free some disk space or choose a writable --out; earlier files there are untouched",
+            fix="free disk space or choose a writable --out; earlier files there are untouched",
         ) from None
     finally:
         if temporary is not None:

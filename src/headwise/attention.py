@@ -52,18 +52,19 @@ def attend(
     scores: Scores, v: Float[Tensor, "batch kv_head key value"]
 ) -> tuple[Float[Tensor, "batch head query value"], Float[Tensor, "batch head query"]]:
     """Attention output and log-sum-exp (float32); differentiable in q, k, v through the output."""
-    if v.shape[-1] == scores.k.shape[-1] and scores.is_plain:
-        if fused_is_trusted(scores.q.device.type, scores.q.dtype):
-            return _fused(scores, v)
-    return _blockwise(scores, v)
+    same_width = v.shape[-1] == scores.k.shape[-1]  # the CPU kernel's limit
+    trusted = fused_is_trusted(scores.q.device.type, scores.q.dtype)
+    fused = scores.is_plain and same_width and trusted
+    return _fused(scores, v) if fused else _blockwise(scores, v)
 
 
 def _fused(scores: Scores, v: Tensor) -> tuple[Tensor, Tensor]:
     bias = _key_bias(scores)
     if scores.q.device.type == "cpu":
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             scores.q, scores.k, v, 0.0, True, attn_mask=bias, scale=scores.scale
         )
+        return out, lse
     group = scores.q.shape[1] // scores.k.shape[1]
     k, v = scores.k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     if bias is not None:  # this kernel wants the whole shape; expand makes no copy

@@ -120,10 +120,11 @@ def make_probes(
         rows = queries.rows(index)
         inside = place[rows] < len(documents)
         block = queries.vectors[:, rows]
-        chosen = (block[:, inside] - block.mean(axis=1, keepdims=True)).T
+        chosen = np.ascontiguousarray((block[:, inside] - block.mean(axis=1, keepdims=True)).T)
         if definition == "seed":  # the positional part comes from the line, not from the bucket
-            chosen = chosen - np.outer(chosen @ model.axis, model.axis)
-        probes.append((chosen.astype(np.float32), place[rows][inside]))
+            axis = model.axis.astype(np.float32)
+            chosen -= np.outer(chosen @ axis, axis)
+        probes.append((chosen, place[rows][inside]))
     return tuple(probes)
 
 
@@ -140,8 +141,8 @@ def pair_moments(
     for row, column in enumerate(columns[:1] if shared else columns):
         spread = _times_factor(base, model.factor(int(column)))
         variance[row, :split] = np.vecdot(spread, spread)
-        apart = spread[block.first]
-        apart -= spread[block.second]
+        apart = np.take(spread, block.first, axis=0)  # quicker than indexing
+        apart -= np.take(spread, block.second, axis=0)
         variance[row, split:] = np.vecdot(apart, apart)
     if shared:
         variance[1:] = variance[0]

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headwise.architectures import Role, geometry_of
+from headwise.architectures import Role, geometry_of, weight_of
 from headwise.heads import Head
 from headwise.tap import Sight, tapped
 from headwise.weights import Span, head_spans, read_slices, write_slices
@@ -71,7 +71,7 @@ def check_heads(model: PreTrainedModel, *, seed: int = 0) -> HeadCheck:
     """Probe first, middle and last layers and heads; the model is left bit for bit as it was."""
     geometry = geometry_of(model)
     generator = torch.Generator().manual_seed(seed)
-    vocabulary = int(model.get_input_embeddings().weight.shape[0])
+    vocabulary = len(weight_of(model.get_input_embeddings()))
     ids = torch.randint(0, vocabulary, (1, NUM_TOKENS), generator=generator)
     ids = ids.to(next(model.parameters()).device)
     heads = [

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -274,7 +275,7 @@ def threshold_sweep(mass: Float[np.ndarray, "layer head"]) -> dict[str, Any]:
 
 def _valley(values: Float[np.ndarray, head]) -> dict[str, Any]:
     """Depth of the deepest dip between two modes of a kernel density: 1 empty, 0 no dip at all."""
-    none = {"depth": 0.0, "position": None, "modes": []}
+    none: dict[str, Any] = {"depth": 0.0, "position": None, "modes": []}
     if values.std() < 1e-6:
         return none
     grid = np.linspace(0, 1, 201)
@@ -282,7 +283,7 @@ def _valley(values: Float[np.ndarray, head]) -> dict[str, Any]:
     padded = np.r_[-1.0, density, -1.0]
     peaks = np.flatnonzero((padded[1:-1] > padded[:-2]) & (padded[1:-1] >= padded[2:]))
     best = none
-    for left, right in zip(peaks[:-1], peaks[1:], strict=True):
+    for left, right in pairwise(peaks):
         lowest = left + int(np.argmin(density[left : right + 1]))
         depth = 1 - density[lowest] / max(min(density[left], density[right]), 1e-12)
         if depth > best["depth"]:

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headwise.architectures import architecture_of, blocks_of, is_transposed
+from headwise.architectures import architecture_of, blocks_of, is_transposed, weight_of
 from headwise.texts import Batch
 
 WEIGHT_THRESHOLD = 0.01
@@ -37,13 +37,14 @@ def _importance(model: PreTrainedModel, block: nn.Module) -> Float[Tensor, neuro
     norms = [norm for name in row.mlp_in for norm in _row_norms(block, name)]
     down = block.get_submodule(row.mlp_out)
     reads = torch.stack(norms).prod(0) ** (1 / len(norms))
-    return reads * down.weight.detach().float().norm(dim=1 if is_transposed(down) else 0)
+    writes: Tensor = weight_of(down).float().norm(dim=1 if is_transposed(down) else 0)
+    return reads * writes
 
 
 def _row_norms(block: nn.Module, name: str) -> list[Tensor]:
     name, _, parts = name.partition("*")
     module = block.get_submodule(name)
-    norms = module.weight.detach().float().norm(dim=0 if is_transposed(module) else 1)
+    norms = weight_of(module).float().norm(dim=0 if is_transposed(module) else 1)
     return list(norms.chunk(int(parts or 1)))
 
 

@@ -24,7 +24,7 @@ from headwise.diagnosis import Diagnosis
 from headwise.survey import Survey
 
 BLUE, ORANGE, RED, GREY = "#0072B2", "#E69F00", "#D55E00", "#7F7F7F"
-STYLE: dict[str, Any] = {
+STYLE: Any = {  # matplotlib types its keys one by one, 300 of them
     "font.size": 9,
     "axes.titlesize": 10,
     "axes.spines.top": False,
@@ -192,15 +192,15 @@ def survey_panels(survey: Survey) -> Figure:
     figure = new_figure(5.2 * columns, 4.2 * rows)
     with mpl.rc_context(STYLE):
         grid = figure.subplots(rows, columns, squeeze=False)
-    image = None
     for axes in grid.flat[count:]:
         axes.set_visible(False)
     for axes, diagnosis, row in zip(grid.flat, survey.diagnoses, survey.rows, strict=False):
-        image = draw_map(axes, diagnosis.maps["first_token_mass"], Normalize(0, 1), MASS_COLOURS)
+        draw_map(axes, diagnosis.maps["first_token_mass"], Normalize(0, 1), MASS_COLOURS)
         axes.set_title(
             f"{row['model']}: {row['sick_share']:.1%} sick ({row['sick']}/{row['total_heads']})",
             loc="left",
         )
+    image = grid[0, 0].images[0]  # all panels share one scale
     figure.colorbar(image, ax=grid, label="first-token mass", fraction=0.03)
     return figure
 

@@ -10,6 +10,7 @@ Invariant: a head's result depends on its two files and the settings only.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 from jaxtyping import Float
@@ -38,7 +39,7 @@ from headwise.pairs import (
     pair_blocks,
 )
 from headwise.plasticity_settings import PlasticitySettings
-from headwise.qkdata import HeadGroup, QKFolder, VectorTable, orientation_of, read_vectors
+from headwise.qkdata import HeadGroup, QKFolder, orientation_of, read_vectors
 from headwise.querymodel import (
     PositionFit,
     Queries,
@@ -61,8 +62,7 @@ class HeadResult:
     k_head: int
     metrics: dict[str, float]
     r2: Float[np.ndarray, " dim"]  # of each oriented component on position
-    last_position: float
-    tau: dict[int, float]  # mean position of each query bucket
+    fifths: dict[int, list[int]]  # each query bucket's queries by fifth of the position range
     cells: HeadCells
 
 
@@ -80,7 +80,7 @@ class _Prepared:
     q_head: int
     metrics: dict[str, float]
     fit: PositionFit
-    last_position: float
+    fifths: dict[int, list[int]]
     tally: Tally
 
 
@@ -89,8 +89,7 @@ def analyse_group(
 ) -> list[HeadResult | HeadFailure]:
     """Measure the query heads of one group; failures are values, in the order of the heads."""
     try:
-        table, signs = _read_keys(folder, group, settings)
-        keys = group_keys(table, signs)
+        keys, signs = _read_keys(folder, group, settings)
     except (HeadwiseError, OSError, MemoryError) as error:
         return [HeadFailure(group.layer, q_head, str(error)) for q_head in group.q_heads]
     prepared: list[_Prepared | HeadFailure] = []
@@ -110,12 +109,14 @@ def analyse_group(
 
 def _read_keys(
     folder: QKFolder, group: HeadGroup, settings: PlasticitySettings
-) -> tuple[VectorTable, Float[np.ndarray, " dim"]]:
+) -> tuple[KeyGroups, Float[np.ndarray, " dim"]]:
     path = folder.file(group.layer, group.k_head, "k")
     table = read_vectors(path, max_rows=settings.max_tokens_per_head, seed=settings.seed)
+    whole = table
     if settings.draws_as_public_code and len(table.bucket) == settings.max_tokens_per_head:
-        return table, orientation_of(read_vectors(path))  # the public code looks before it samples
-    return table, orientation_of(table)
+        whole = read_vectors(path)  # the public code looks before it samples
+    signs = orientation_of(whole)
+    return group_keys(table, signs), signs
 
 
 def _prepare(
@@ -140,7 +141,15 @@ def _prepare(
     metrics = _describe(queries, fit, reflection, settings)
     metrics |= {"n_q_tokens": len(table.bucket), "n_k_tokens": len(keys.example)}
     judge = _make_judge(queries, fit, reflection, keys, table.window, settings)
-    return _Prepared(q_head, metrics, fit, float(queries.position.max()), Tally(judge, keys))
+    return _Prepared(q_head, metrics, fit, _count_by_fifth(queries), Tally(judge, keys))
+
+
+def _count_by_fifth(queries: Queries) -> dict[int, list[int]]:
+    fifth = (5 * queries.position / (queries.position.max() + 1)).astype(np.int64)
+    return {
+        int(bucket): np.bincount(fifth[queries.rows(index)], minlength=5).tolist()
+        for index, bucket in enumerate(queries.buckets)
+    }
 
 
 def _describe(
@@ -154,7 +163,9 @@ def _describe(
         shape = describe_sample(residual)
         skew, kurtosis, distance = shape.skew, shape.kurtosis, shape.distance
     noise = describe_noise(
-        reflection.rotate(queries.vectors),
+        islice(reflection.components(queries), 1, None),
+        num_dims=len(fit.beta) - 1,
+        num_rows=len(residual),
         max_dims=settings.normality_max_dims,
         alpha=settings.p_alpha,
         seed=settings.seed,
@@ -248,7 +259,7 @@ def _score_empirically(
     differences = block.differences()
     for column in tally.judge.columns(index).tolist():
         rows = queries.rows(column)
-        prefers = differences @ queries.vectors[:, rows] > 0
+        prefers = differences @ queries.vectors[:, rows].astype(np.float64) > 0
         n = prefers.shape[1]
         p = np.count_nonzero(prefers, axis=1) / n
         scale = n / (n - 1)
@@ -282,14 +293,12 @@ def _score_as_public_code(
 
 
 def _result(group: HeadGroup, head: _Prepared) -> HeadResult:
-    judge = head.tally.judge
     return HeadResult(
         layer=group.layer,
         q_head=head.q_head,
         k_head=group.k_head,
         metrics=head.metrics,
         r2=head.fit.r2,
-        last_position=head.last_position,
-        tau={int(b): float(t) for b, t in zip(judge.buckets, judge.tau, strict=True)},
+        fifths=head.fifths,
         cells=head.tally.settle(),
     )

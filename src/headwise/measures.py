@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headwise.architectures import geometry_of, is_transposed, projection_of
+from headwise.architectures import geometry_of, is_transposed, projection_of, weight_of
 from headwise.attention import mass_at, moments
 from headwise.errors import ModelError
 from headwise.tap import Sight, tapped
@@ -182,7 +182,7 @@ def _output_grams(model: PreTrainedModel) -> list[Float[Tensor, "head value valu
     grams = []
     for layer in range(geometry.num_layers):
         module = projection_of(model, layer, "o")
-        weight = module.weight.detach().float()
+        weight = weight_of(module).float()
         columns = weight if is_transposed(module) else weight.T  # (head * value, hidden)
         heads = columns.reshape(geometry.num_heads, geometry.head_dim, -1)
         grams.append(heads @ heads.transpose(1, 2))

@@ -9,8 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
-import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,9 +25,16 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
-from headwise.architectures import alibi_slopes, architecture_of, geometry_of, positions_of
+from headwise.architectures import (
+    alibi_slopes,
+    architecture_of,
+    geometry_of,
+    positions_of,
+    projection_of,
+)
 from headwise.errors import ModelError
 from headwise.patient import patient_dir
+from headwise.weights import Patch
 
 
 @dataclass(frozen=True)
@@ -90,13 +96,13 @@ def _load_weights(
     allow_pickle: bool,
 ) -> PreTrainedModel:
     chosen = dtype or ("bfloat16" if device_map and torch.cuda.is_available() else "float32")
-    if not hasattr(torch, chosen):
+    if chosen != "auto" and not hasattr(torch, chosen):
         raise ModelError(f"unknown --dtype {chosen!r}", fix="float32, bfloat16 or float16")
     if "gguf_file" not in options:
         options = {**options, "use_safetensors": None if allow_pickle else True}
     try:
         return AutoModelForCausalLM.from_pretrained(
-            source, dtype=getattr(torch, chosen), device_map=device_map, **options
+            source, dtype=getattr(torch, chosen, chosen), device_map=device_map, **options
         )
     except (SafetensorError, RuntimeError, EOFError) as error:
         raise ModelError(
@@ -132,8 +138,7 @@ def _quiet() -> Iterator[None]:
 def _forget_quantization(model: PreTrainedModel) -> None:
     """A de-quantised GGUF model is an ordinary one, but transformers refuses to save it as such."""
     if getattr(model, "hf_quantizer", None) is not None:
-        model.hf_quantizer = None
-        model.is_quantized = False
+        vars(model).update(hf_quantizer=None, is_quantized=False)
         model.config.__dict__.pop("quantization_config", None)
 
 
@@ -154,7 +159,7 @@ def weight_fingerprint(model: PreTrainedModel) -> str:
     for name, parameter in sorted(model.named_parameters()):
         digest.update(f"{name}{parameter.dtype}{tuple(parameter.shape)}".encode())
         raw = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        digest.update(memoryview(raw.numpy()))
+        digest.update(raw.numpy().data)
     return digest.hexdigest()
 
 
@@ -170,6 +175,9 @@ def describe_model(model: PreTrainedModel, name: str | None = None) -> dict[str,
         "num_heads": geometry.num_heads,
         "num_kv_heads": geometry.num_kv_heads,
         "head_dim": geometry.head_dim,
+        "hidden_size": int(model.config.get_text_config().hidden_size),
+        "qkv_bias": getattr(projection_of(model, 0, "q"), "bias", None) is not None,
+        "output_bias": getattr(projection_of(model, 0, "o"), "bias", None) is not None,
         "positions": positions_of(model),
         "num_parameters": sum(p.numel() for p in model.parameters()),
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
@@ -177,6 +185,17 @@ def describe_model(model: PreTrainedModel, name: str | None = None) -> dict[str,
     }
 
 
-def offline() -> bool:
-    """Whether the user forbade the network."""
-    return os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
+def apply_patches(
+    loaded: LoadedModel, patches: Sequence[Patch], out: Path, *, undo: bool, force: bool
+) -> Path:
+    """Merge patches in order (or undo them in reverse) and save an ordinary model directory."""
+    for patch in reversed(patches) if undo else patches:
+        (patch.undo if undo else patch.apply)(loaded.model, force=force)
+    if out.exists() and any(out.iterdir()):
+        raise ModelError("the output folder is not empty", where=out, fix="choose another --out")
+    try:
+        loaded.model.save_pretrained(out)
+        loaded.tokenizer.save_pretrained(out)
+    except OSError as error:
+        raise ModelError(f"cannot write the model ({error})", where=out) from None
+    return out

@@ -10,6 +10,7 @@ Invariant: `ks_distance` is the exact distance, though it evaluates few normal C
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -117,15 +118,20 @@ def lilliefors_p_values(
 
 
 def describe_noise(
-    rotated: Float[np.ndarray, "dim row"], *, max_dims: int, alpha: float, seed: int
+    components: Iterable[Float[np.ndarray, " row"]],
+    *,
+    num_dims: int,
+    num_rows: int,
+    max_dims: int,
+    alpha: float,
+    seed: int,
 ) -> NoiseShape:
-    """Describe the semantic components (all but the first); at most `max_dims` are tested."""
-    num_dims, num_rows = len(rotated) - 1, rotated.shape[1]
+    """Describe `num_dims` semantic components; at most `max_dims` of them are tested."""
     if num_rows < 3 or num_dims < 1:
         return NO_NOISE
     count = min(max_dims, num_dims)
     tested = set(np.random.default_rng(seed).choice(num_dims, count, replace=False).tolist())
-    shapes = [describe_sample(row, distance=i in tested) for i, row in enumerate(rotated[1:])]
+    shapes = [describe_sample(row, distance=i in tested) for i, row in enumerate(components)]
     distance = np.array([shapes[i].distance for i in sorted(tested)])
     ks, lilliefors = ks_p_values(distance, num_rows), lilliefors_p_values(distance, num_rows)
     return NoiseShape(

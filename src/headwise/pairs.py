@@ -69,8 +69,10 @@ def group_keys(keys: VectorTable, signs: Float[np.ndarray, " dim"]) -> KeyGroups
     bucket, example = keys.bucket[order], keys.example[order]
     start = np.flatnonzero(np.r_[True, (bucket[1:] != bucket[:-1]) | (example[1:] != example[:-1])])
     buckets, bucket_start = np.unique(bucket, return_index=True)
+    vectors = np.take(keys.vectors, order, axis=0)
+    vectors *= signs.astype(np.float32)
     return KeyGroups(
-        vectors=keys.vectors[order] * signs.astype(np.float32),
+        vectors=vectors,
         position=keys.position[order],
         example=example,
         buckets=buckets,

@@ -29,28 +29,38 @@ class PlasticitySettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
-    dataset_local_root: Path | None = Field(None, description="folder of captured vectors")
-    dataset_name: str = Field(SEED_DATASET, description="hub dataset, used without a local root")
-    revision: str | None = Field(None, description="branch or commit of the hub dataset")
-    model_dir: str | None = Field(None, description="the model's folder under the root, if any")
+    dataset_local_root: Path | None = Field(default=None, description="folder of captured vectors")
+    dataset_name: str = Field(
+        default=SEED_DATASET, description="hub dataset, used without a local root"
+    )
+    revision: str | None = Field(default=None, description="branch or commit of the hub dataset")
+    model_dir: str | None = Field(
+        default=None, description="the model's folder under the root, if any"
+    )
     num_layers: PositiveInt | None = None
     num_q_heads: PositiveInt | None = None
     num_k_heads: PositiveInt | None = None
-    heads: str | None = Field(None, description="a selection such as L0-3H2; default all")
+    heads: str | None = Field(default=None, description="a selection such as L0-3H2; default all")
     max_tokens_per_head: PositiveInt = 50_000
     normality_max_dims: PositiveInt = 64
-    p_alpha: float = Field(0.01, gt=0, lt=1)
+    p_alpha: float = Field(default=0.01, gt=0, lt=1)
     seed: NonNegativeInt = 0
     definition: Definition = "seed"
-    pairs: PositiveInt | Literal["all"] = Field("all", description="key pairs a cell")
-    max_pairs: PositiveInt = Field(50_000, description="with all pairs, sample above this many")
-    legacy_columns: bool = Field(False, description="the public code's columns and its windows")
+    pairs: PositiveInt | Literal["all"] = Field(default="all", description="key pairs a cell")
+    max_pairs: PositiveInt = Field(
+        default=200_000, description="sample a key bucket that has more pairs"
+    )
+    legacy_columns: bool = Field(
+        default=False, description="the public code's columns and its windows"
+    )
     output_csv: str = "head_metrics.csv"
     bucket_csv: str = "head_bucket_plasticity.csv"
     component_csv: str = "head_component_weights.csv"
-    max_workers: PositiveInt | None = Field(None, description="processes; default one a core")
+    max_workers: PositiveInt | None = Field(
+        default=None, description="processes; default one a core"
+    )
     backend: Literal["joblib", "dask"] = "joblib"
-    scheduler: str | None = Field(None, description="address of a Dask scheduler")
+    scheduler: str | None = Field(default=None, description="address of a Dask scheduler")
 
     @property
     def draws_as_public_code(self) -> bool:

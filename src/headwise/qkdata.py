@@ -2,7 +2,7 @@
 
 The `sniffed-qk` layout keeps one Parquet file for each layer, head and kind,
 `lLLhHH{q|k}/data.parquet`, directly under a folder (since 2026) or under one folder a model
-(before). Files are read row group by row group straight into float32 arrays, so memory is bounded
+(before). Files are read batch by batch straight into float32 arrays, so memory is bounded
 by the rows kept, not by the file.
 
 Invariant: what `read_vectors` returns is usable. Anything else (cut-off file, missing column, wrong
@@ -26,6 +26,7 @@ from jaxtyping import Bool, Float, Float32, Int, Int64
 from headwise.errors import ArtefactError, SettingsError
 
 FILE = "data.parquet"
+BATCH_ROWS = 8192
 COLUMNS = ("bucket", "example_id", "position", "vector")
 _HEAD_FOLDER = re.compile(r"l(\d{2,})h(\d{2,})([qk])")
 
@@ -198,7 +199,7 @@ def read_vectors(path: Path, *, max_rows: int | None = None, seed: int = 0) -> V
     columns = {name: np.empty(kept, dtype=np.int64) for name in COLUMNS[:3]}
     start = 0
     windows: set[int | None] = set()
-    for part, block in _row_groups(file, path, dim):
+    for part, block in _batches(file, path, dim):
         place = target[start : start + len(block)]
         start += len(block)
         keep = place < num_rows
@@ -215,10 +216,13 @@ def read_vectors(path: Path, *, max_rows: int | None = None, seed: int = 0) -> V
 def orientation_of(table: VectorTable) -> Float[np.ndarray, " dim"]:
     """The sign of each component's mean over buckets of the bucket mean; 0 counts as +1."""
     numbers, index = np.unique(table.bucket, return_inverse=True)
-    # A one-hot product is one pass over the vectors, where a mask a bucket would be one each.
-    onehot = np.zeros((len(numbers), len(index)))
-    onehot[index, np.arange(len(index))] = 1.0
-    means = (onehot @ table.vectors) / onehot.sum(axis=1, keepdims=True)
+    sums = np.zeros((len(numbers), table.vectors.shape[1]))
+    # One-hot products of cache-sized parts: one pass over the vectors, summed in float64.
+    for start in range(0, len(index), BATCH_ROWS):
+        part = table.vectors[start : start + BATCH_ROWS].astype(np.float64)
+        onehot = index[None, start : start + BATCH_ROWS] == np.arange(len(numbers))[:, None]
+        sums += onehot.astype(np.float64) @ part
+    means = sums / np.bincount(index)[:, None]
     return np.where(means.mean(axis=0) < 0, -1.0, 1.0)
 
 
@@ -270,31 +274,30 @@ def _wrong_type(name: str, schema: Any, expected: str, path: Path) -> ArtefactEr
     )
 
 
-def _row_groups(file: Any, path: Path, dim: int) -> Iterator[tuple[Any, np.ndarray]]:
+def _batches(file: Any, path: Path, dim: int) -> Iterator[tuple[Any, np.ndarray]]:
     names = [*COLUMNS, *(["sliding_window"] if "sliding_window" in file.schema_arrow.names else [])]
-    for index in range(file.num_row_groups):
-        try:
-            part = file.read_row_group(index, columns=names, use_threads=False)
-        except (pa.ArrowException, OSError) as error:
-            raise _unreadable(path, error) from None
-        if part.num_rows:
+    try:
+        for part in file.iter_batches(BATCH_ROWS, columns=names, use_threads=False):
             yield part, _matrix(part, path, dim)
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(path, error) from None
 
 
 def _matrix(part: Any, path: Path, dim: int) -> Float32[np.ndarray, "row dim"]:
-    column = part.column("vector").combine_chunks()
-    flat = column.flatten()
+    column = part.column("vector")
+    flat = column.values.slice(column.offset * dim, len(column) * dim)
     if column.null_count or flat.null_count:
         raise ArtefactError("column vector holds nulls", where=path, fix="capture this head again")
-    block = np.asarray(flat.to_numpy(zero_copy_only=False), dtype=np.float32).reshape(-1, dim)
-    # A sum is finite unless a term is not (or it overflows, which the slow look then forgives).
-    if not np.isfinite(block.sum(dtype=np.float64)):
+    block = np.asarray(_view(flat), dtype=np.float32).reshape(-1, dim)
+    # A sum is finite unless a term is not, or it overflows: only then look at each value.
+    if not np.isfinite(block.sum()):
         bad = int((~np.isfinite(block)).any(axis=1).sum())
-        raise ArtefactError(
-            f"{bad} of {len(block)} vectors hold NaN or infinity",
-            where=path,
-            fix="capture this head again; half precision overflows in some models, try float32",
-        )
+        if bad:
+            raise ArtefactError(
+                f"at least {bad} vectors hold NaN or infinity",
+                where=path,
+                fix="capture this head again; float16 overflows in some models, try float32",
+            )
     return block
 
 
@@ -302,19 +305,25 @@ def _integers(part: Any, name: str, path: Path) -> Int[np.ndarray, " row"]:
     column = part.column(name)
     if column.null_count:
         raise ArtefactError(f"column {name} holds nulls", where=path, fix="capture this head again")
-    return np.asarray(column.to_numpy(), dtype=np.int64)
+    return np.asarray(_view(column), dtype=np.int64)
+
+
+def _view(values: Any) -> np.ndarray:
+    """An Arrow array without nulls as numpy; its own `to_numpy` would import pandas (0.4 s)."""
+    view: np.ndarray = np.from_dlpack(values)
+    return view
 
 
 def _windows(part: Any, keep: Bool[np.ndarray, " row"], path: Path) -> set[int | None]:
     """The distinct windows of the kept rows; null, NaN and non-positive mean full attention."""
-    if "sliding_window" not in part.column_names:
+    if "sliding_window" not in part.schema.names:
         return {None}
     column = part.column("sliding_window")
     if pa.types.is_null(column.type):
         return {None}
     if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
         raise _wrong_type("sliding_window", part.schema, "an integer", path)
-    values = np.asarray(column.cast(pa.float64()).fill_null(0.0).to_numpy())[keep]
+    values = _view(column.cast(pa.float64()).fill_null(0.0))[keep]
     return {int(value) if value >= 1 else None for value in np.unique(values)}
 
 

@@ -11,24 +11,29 @@ Invariant: with a full covariance the numbers do not depend on orientation or ro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Float32, Int64
 from scipy import linalg
 
 from headwise.qkdata import VectorTable
 
 Definition = Literal["seed", "full", "empirical", "linear-diagonal"]
+_PART = 512  # rows turned at a time: a transpose is quick inside the cache
 FLOOR = 1e-12  # the seed's epsilon: added to a covariance, and the least variance
 
 
 @dataclass(frozen=True)
 class Queries:
-    """One head's queries, oriented and sorted by bucket; components are contiguous rows."""
+    """One head's queries, oriented and sorted by bucket; components are contiguous rows.
 
-    vectors: Float[np.ndarray, "dim row"]
+    They are kept as the float32 they were captured in; every sum over them is in float64.
+    """
+
+    vectors: Float32[np.ndarray, "dim row"]
     position: Float[np.ndarray, " row"]
     example: Int64[np.ndarray, " row"]
     buckets: Int64[np.ndarray, " bucket"]
@@ -42,6 +47,14 @@ class Queries:
     def counts(self) -> Int64[np.ndarray, " bucket"]:
         """Queries in each bucket."""
         return np.asarray(np.diff(self.start))
+
+    def along(self, direction: Float[np.ndarray, " dim"]) -> Float[np.ndarray, " row"]:
+        """Every query's product with one direction."""
+        product = np.empty(self.vectors.shape[1])
+        for begin in range(0, len(product), _PART):
+            part = self.vectors[:, begin : begin + _PART].astype(np.float64)
+            product[begin : begin + _PART] = direction @ part
+        return product
 
     @property
     def mean_positions(self) -> Float[np.ndarray, " bucket"]:
@@ -73,15 +86,18 @@ class Reflection:
         first[0] += 1.0
         return first * self.flip
 
-    def rotate(self, vectors: Float[np.ndarray, "dim row"]) -> Float[np.ndarray, "dim row"]:
-        """Components in the rotated basis; a rank-one update, not a matrix product."""
-        rotated = vectors - np.outer(2 * self.v, self.v @ vectors)
-        rotated[0] *= self.flip
-        return rotated
+    def components(self, queries: Queries) -> Iterator[Float[np.ndarray, " row"]]:
+        """Components in the rotated basis, one after another: the whole is never in memory."""
+        along = queries.along(self.v)
+        for index, component in enumerate(queries.vectors):
+            rotated = component - (2 * self.v[index]) * along
+            yield self.flip * rotated if index == 0 else rotated
 
     def matrix(self) -> Float[np.ndarray, "dim dim"]:
         """H written out, one basis vector a column."""
-        return self.rotate(np.eye(len(self.v))).T
+        basis: np.ndarray = np.eye(len(self.v)) - 2 * np.outer(self.v, self.v)
+        basis[:, 0] *= self.flip
+        return basis
 
 
 @dataclass(frozen=True)
@@ -102,8 +118,11 @@ def sort_queries(table: VectorTable, signs: Float[np.ndarray, " dim"]) -> Querie
     """Sort by bucket, orient, and lay components out as rows."""
     order = np.argsort(table.bucket, kind="stable")
     buckets, start = np.unique(table.bucket[order], return_index=True)
-    vectors = np.empty(table.vectors.shape[::-1])
-    np.multiply(table.vectors[order].T, signs[:, None], out=vectors)
+    single = signs.astype(np.float32)
+    vectors = np.empty(table.vectors.shape[::-1], dtype=np.float32)
+    for begin in range(0, len(order), _PART):
+        part = np.take(table.vectors, order[begin : begin + _PART], axis=0) * single
+        vectors[:, begin : begin + _PART] = np.ascontiguousarray(part.T)
     return Queries(
         vectors=vectors,
         position=table.position[order].astype(np.float64),
@@ -117,14 +136,15 @@ def fit_positions(queries: Queries) -> PositionFit:
     """Regress every component on the raw position; constant positions give slope and R2 0."""
     centred_t = queries.position - queries.position.mean()
     spread = float(centred_t @ centred_t)
-    mean = queries.vectors.mean(axis=1)
+    mean, product, total = np.zeros((3, len(queries.vectors)))
+    for index, values in enumerate(queries.vectors):
+        component = values.astype(np.float64)
+        mean[index] = component.mean()
+        component -= mean[index]
+        product[index], total[index] = component @ centred_t, component @ component
     if spread <= 0:
         return PositionFit(mean, np.zeros_like(mean), np.zeros_like(mean))
-    beta = queries.vectors @ centred_t / spread
-    # Row by row: a component fits the cache, the whole matrix does not.
-    total = np.array(
-        [np.vecdot(c, c) for c in (x - m for x, m in zip(queries.vectors, mean, strict=True))]
-    )
+    beta = product / spread
     residual = total - beta * beta * spread
     r2 = np.minimum(1.0 - residual / np.maximum(total, FLOOR), 1.0)
     return PositionFit(mean - beta * queries.position.mean(), beta, r2)
@@ -155,17 +175,15 @@ def bucket_moments(
     queries: Queries, index: int
 ) -> tuple[Float[np.ndarray, " dim"], Float[np.ndarray, "dim dim"]]:
     """Mean and covariance (n - 1) of one bucket's queries; a single query has covariance 0."""
-    inside = queries.vectors[:, queries.rows(index)]
+    inside = queries.vectors[:, queries.rows(index)].astype(np.float64)
     mean = inside.mean(axis=1)
-    centred = inside - mean[:, None]
-    return mean, centred @ centred.T / max(inside.shape[1] - 1, 1)
+    inside -= mean[:, None]
+    return mean, inside @ inside.T / max(inside.shape[1] - 1, 1)
 
 
 def positional_residual(queries: Queries, fit: PositionFit, axis: np.ndarray) -> np.ndarray:
     """The part of the queries along `axis` that the line does not explain."""
-    residual: np.ndarray = axis @ queries.vectors
-    residual -= axis @ fit.alpha + (axis @ fit.beta) * queries.position
-    return residual
+    return queries.along(axis) - (axis @ fit.alpha + (axis @ fit.beta) * queries.position)
 
 
 def build_model(
@@ -179,7 +197,8 @@ def build_model(
         means = np.stack([mean for mean, _ in moments], axis=1)
         factors = tuple(factor_of(covariance) for _, covariance in moments)
         return QueryModel(means, factors, reflection.axis, keep_identical=False)
-    return _seed(queries, fit, reflection.axis)
+    model = _seed(queries, fit, reflection.axis)
+    return model if definition == "seed" else replace(model, keep_identical=False)
 
 
 def _seed(queries: Queries, fit: PositionFit, axis: Float[np.ndarray, " dim"]) -> QueryModel:
@@ -203,8 +222,14 @@ def _linear_diagonal(queries: Queries, fit: PositionFit, reflection: Reflection)
     basis = reflection.matrix()
     variance = np.ones(len(fit.beta))
     if num_rows > 1:
-        residual = queries.vectors - fit.alpha[:, None] - np.outer(fit.beta, queries.position)
-        variance = reflection.rotate(residual).var(axis=1, ddof=1)
+        lines = zip(basis.T @ fit.alpha, basis.T @ fit.beta, strict=True)
+        rotated = reflection.components(queries)
+        variance = np.array(
+            [
+                (component - (a + b * queries.position)).var(ddof=1)
+                for component, (a, b) in zip(rotated, lines, strict=True)
+            ]
+        )
     scale = np.sqrt(np.where(variance > 0, variance, FLOOR))
     means = fit.alpha[:, None] + np.outer(fit.beta, queries.mean_positions)
     return QueryModel(means, (triangular(basis * scale),), reflection.axis, keep_identical=False)
@@ -245,7 +270,7 @@ def predict_positions(queries: Queries, beta: Float[np.ndarray, " dim"]) -> Pred
     centred = target - target.mean()
     baseline = float(np.abs(centred).mean())
     size = float(np.linalg.norm(beta))
-    projection = beta / size @ queries.vectors if size > 0 else np.zeros(len(target))
+    projection = queries.along(beta / size) if size > 0 else np.zeros(len(target))
     projection -= projection.mean()
     spread, total = float(projection @ projection), float(centred @ centred)
     if spread <= 0 or total <= 0:

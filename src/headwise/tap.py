@@ -62,7 +62,7 @@ class _Tap:
     layers: dict[int, int]
     reader: Reader | None
     slopes: Tensor | None
-    was: dict[str, str]
+    own_implementation: str  # of the model when it is not tapped
     seen: set[int] = field(default_factory=set)
 
     def show(self, module: nn.Module, scores: Scores, v: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def tapped(model: PreTrainedModel, reader: Reader | None = None) -> Iterator[Non
         {id(module): layer for layer, module in enumerate(modules)},
         reader,
         None if slopes is None else slopes.float(),
-        {"implementation": str(model.config._attn_implementation)},
+        _own_implementation(model),
     )
     _open.append(tap)
     try:
@@ -107,9 +107,16 @@ def tapped(model: PreTrainedModel, reader: Reader | None = None) -> Iterator[Non
         )
 
 
+def _own_implementation(model: PreTrainedModel) -> str:
+    name = str(model.config._attn_implementation)
+    return _open[-1].own_implementation if name == NAME else name  # a tap inside a tap
+
+
 @contextmanager
 def _implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    configs: dict[int, Any] = {
+        id(m.config): m.config for m in model.modules() if hasattr(m, "config")
+    }
     before = {key: config._attn_implementation for key, config in configs.items()}
     try:
         for config in configs.values():
@@ -127,26 +134,40 @@ def _forwards(model: PreTrainedModel, modules: list[nn.Module]) -> Iterator[None
         yield
         return
     forward = _FORWARDS[str(model.config.model_type)]
+    # an outer tap or accelerate may have put its own `forward` on the instance: keep it
+    before = [module.__dict__.get("forward") for module in modules]
     try:
         for module in modules:
             module.__dict__["forward"] = _bound(forward, module)
         yield
     finally:
-        for module in modules:
+        for module, own in zip(modules, before, strict=True):
             module.__dict__.pop("forward", None)
+            if own is not None:
+                module.__dict__["forward"] = own
 
 
 def _bound(forward: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-    return lambda *args, **kwargs: forward(module, *args, **kwargs)
+    def bound(*args: Any, **kwargs: Any) -> Any:
+        for name in ("layer_past", "past_key_values"):
+            if kwargs.get(name) is not None:
+                raise _cache_error(module)
+        return forward(module, *args, **kwargs)
+
+    return bound
+
+
+def _cache_error(module: nn.Module) -> HeadwiseError:
+    return HeadwiseError(
+        "a tapped model cannot use a key/value cache",
+        where=type(module).__name__,
+        fix="call the model with use_cache=False on whole sequences",
+    )
 
 
 def _scores(module: nn.Module, q: Tensor, k: Tensor, scale: float, **parts: Any) -> Scores:
     if q.shape[2] != k.shape[2]:
-        raise HeadwiseError(
-            "a tapped model cannot use a key/value cache",
-            where=type(module).__name__,
-            fix="call the model with use_cache=False on whole sequences",
-        )
+        raise _cache_error(module)
     return Scores(q, k, scale, **parts)
 
 
@@ -206,7 +227,10 @@ def _compact_mask(
         )  # fmt: skip
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is None or bool(padding.all()):
-        return None
+        if getattr(rest.get("config"), "model_type", "") != "mpt":
+            return None
+        # MPT calls .to(bool) on the mask whatever it is, so "all visible" must be a tensor
+        padding = torch.ones(rest["batch_size"], kv_length, device=rest.get("device"))
     return padding.bool()[:, None, None, :]
 
 
@@ -283,7 +307,7 @@ def _falcon(
     else:
         # Falcon rounds its bias to bfloat16 in every precision, so the model's own tensor is used.
         # Its eager code adds the bias twice (once in the mask, transformers 5.22); sdpa does not.
-        times = 2 if _open[-1].was["implementation"] == "eager" else 1
+        times = 2 if _open[-1].own_implementation == "eager" else 1
         bias = alibi.reshape(q.shape[0], module.num_heads, 1, -1).float()
         parts["bias"] = bias * (times * module.inv_norm_factor)
     scores = _scores(module, q, k, 1 / math.sqrt(module.head_dim), **parts)

@@ -1,4 +1,4 @@
-"""What the terminal shows: progress, tables and the coloured head grid (rich), and HTML for notebooks.
+"""What the terminal shows: progress, tables, the coloured head grid; and HTML for notebooks.
 
 Only this module and the command line write to the terminal. On a terminal long work has a live bar;
 elsewhere it has plain lines, so that logs stay readable.

@@ -55,6 +55,13 @@ def default_texts(model_name: str) -> TextSet:
     return bundled_texts()
 
 
+def default_corpus(model_name: str) -> TextSet:
+    """The patient's own training corpus; any other model needs --corpus."""
+    if model_name != "patient":
+        raise TextError("no corpus to train on", fix="pass --corpus with files, folders or an id")
+    return TextSet("patient-train", tuple(patient_texts("train")))
+
+
 def read_texts(sources: Sequence[str], *, lines: bool = False) -> TextSet:
     """Read files (.txt, .jsonl, .parquet), folders of them, or one hub dataset id."""
     texts: list[str] = []
@@ -117,7 +124,7 @@ def _read_parquet(path: Path) -> list[str]:
 
 
 def _read_hub(name: str) -> list[str]:
-    """A hub dataset, `id[:config[:split]]`; only an id that cannot be a path reaches the network."""
+    """A hub dataset, `id[:config[:split]]`; only what cannot be a path reaches the network."""
     identifier, _, rest = name.partition(":")
     if identifier.count("/") != 1 or identifier.startswith(("/", ".")) or Path(identifier).suffix:
         raise TextError("no such file or folder", where=name, fix="check the path")

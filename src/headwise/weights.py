@@ -126,6 +126,12 @@ class Patch:
         """How many numbers the patch changes."""
         return sum(part.after.numel() for part in self.slices.values())
 
+    @property
+    def dtype(self) -> str:
+        """The precision of the model it was made from, e.g. `float32`."""
+        part = next(iter(self.slices.values()))
+        return str(part.before.dtype).removeprefix("torch.")
+
     def base_fingerprint(self) -> str:
         """A hash of what the slices were: the patch fits any model that has these bits there."""
         return slices_fingerprint({name: part.before for name, part in self.slices.items()})
