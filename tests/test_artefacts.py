@@ -96,7 +96,9 @@ def test_a_cut_off_file_is_refused(tmp_path):
 
 def test_another_schema_is_refused_by_name(tmp_path):
     path = save_artefact(tmp_path / "x.json", "survey", {})
-    with pytest.raises(ArtefactError, match=r"'headwise\.survey/1', expected headwise\.diagnosis/1"):
+    with pytest.raises(
+        ArtefactError, match=r"'headwise\.survey/1', expected headwise\.diagnosis/1"
+    ):
         load_artefact(path, "diagnosis")
     path.write_text('{"schema": "headwise.diagnosis/2"}')
     with pytest.raises(ArtefactError, match="the headwise version that wrote it"):

@@ -103,8 +103,9 @@ def test_output_and_log_sum_exp_equal_the_dense_ones(case, kv_heads):
     ways = [attend, attention._blockwise, *([attention._fused] if scores.is_plain else [])]
     for way in ways:
         got, got_lse = way(scores, v)
-        assert error(got, out, at) < 1e-5, way
-        assert error(got_lse, lse, at) < 1e-4, way  # ALiBi scores reach m T = 167
+        # ALiBi scores reach m T = 167, where float32 numbers are 1.5e-5 apart
+        assert error(got, out, at) < (1e-5 if scores.bias is None else 5e-5), way
+        assert error(got_lse, lse, at) < (1e-5 if scores.bias is None else 1e-4), way
         assert got_lse.dtype == torch.float32
 
 

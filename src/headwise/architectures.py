@@ -199,7 +199,7 @@ def positions_of(model: PreTrainedModel) -> Positions:
     return architecture_of(model).positions
 
 
-def alibi_slopes(model: PreTrainedModel) -> Float[Tensor, head] | None:
+def alibi_slopes(model: PreTrainedModel) -> Float[Tensor, "head"] | None:
     """Slopes as the model executes them (Falcon rounds its own to bfloat16), or None."""
     if positions_of(model) != "alibi":
         return None

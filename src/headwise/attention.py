@@ -33,7 +33,7 @@ class Scores:
     visible: Bool[Tensor, "batch key"] | None = None  # False at padding
     window: int | None = None  # a query sees this many keys, itself included
     softcap: float | None = None
-    sinks: Float[Tensor, head] | None = None  # learned logits outside the keys (gpt-oss)
+    sinks: Float[Tensor, "head"] | None = None  # learned logits outside the keys (gpt-oss)
     mask: Bool[Tensor, "batch 1 query key"] | None = None  # anything else, dense
 
     @property

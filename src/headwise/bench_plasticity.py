@@ -126,8 +126,16 @@ def _run_side(side: str, root: Path, heads: int) -> dict[str, float]:
             if failed:
                 raise HeadwiseError(failed[0].reason)
     used = time.process_time() - start
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # Linux counts kilobytes
-    return {"cpu_s": used / heads, "peak_mb": peak}
+    return {"cpu_s": used / heads, "peak_mb": _peak_mb()}
+
+
+def _peak_mb() -> float:
+    """This process's own peak; `ru_maxrss` would start from the parent's on Linux."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        lines = status.read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # bytes on macOS
 
 
 def peer_head(query_file: Path, key_file: Path, *, seed: int) -> dict[tuple[int, int], float]:

@@ -1,8 +1,9 @@
 """Is the architecture known, and are its heads separable? The gate for every row of the table.
 
 Names in a table prove nothing, behaviour does: noise in one query block must change that head and
-no other, noise in a key or value block exactly the heads of its group, and a zeroed output block
-must give the same logits as removing the head's output while the model runs.
+no other, noise in a key or value block exactly the heads of its group, each must change only the
+queries, keys or values it is named after, and a zeroed output block must give the same logits as
+removing the head's output while the model runs.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headwise.architectures import Role, geometry_of, weight_of
+from headwise.errors import UnknownArchitectureError
 from headwise.heads import Head
 from headwise.tap import Sight, tapped
-from headwise.weights import Span, head_spans, read_slices, write_slices
+from headwise.weights import Span, head_spans, read_slices, spans_of, write_slices
 
 NUM_TOKENS = 12
 TOLERANCE = 2e-4  # of the logits' own size: float32 sums in another order
@@ -27,17 +29,18 @@ TOLERANCE = 2e-4  # of the logits' own size: float32 sums in another order
 
 @dataclass(frozen=True)
 class Probe:
-    """One tried block: which heads should have moved, and which did."""
+    """One tried block: which heads should have moved, which did, and by which of q, k and v."""
 
     head: Head
     role: Role
     expected: tuple[int, ...]
     moved: tuple[int, ...]
+    touched: tuple[str, ...]
 
     @property
     def passed(self) -> bool:
-        """Whether exactly the expected heads moved."""
-        return self.expected == self.moved
+        """Whether exactly the expected heads moved, through their own role."""
+        return self.expected == self.moved and self.touched == (self.role,)
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,11 @@ class HeadCheck:
     def reason(self) -> str:
         """Why the check failed, in words."""
         for probe in self.probes:
+            if probe.expected == probe.moved and not probe.passed:
+                return (
+                    f"noise in the {probe.role} weights of {probe.head} changed its layer's "
+                    f"{', '.join(probe.touched) or 'nothing'}"
+                )
             if not probe.passed:
                 return (
                     f"noise in the {probe.role} weights of {probe.head} moved heads "
@@ -70,6 +78,7 @@ class HeadCheck:
 def check_heads(model: PreTrainedModel, *, seed: int = 0) -> HeadCheck:
     """Probe first, middle and last layers and heads; the model is left bit for bit as it was."""
     geometry = geometry_of(model)
+    _require_row_fits(model)
     generator = torch.Generator().manual_seed(seed)
     vocabulary = len(weight_of(model.get_input_embeddings()))
     ids = torch.randint(0, vocabulary, (1, NUM_TOKENS), generator=generator)
@@ -80,7 +89,7 @@ def check_heads(model: PreTrainedModel, *, seed: int = 0) -> HeadCheck:
         for index in _ends(geometry.num_heads)
     ]
     with torch.inference_mode():
-        before = {layer: _outputs(model, ids, layer) for layer in _ends(geometry.num_layers)}
+        before = {layer: _seen(model, ids, layer) for layer in _ends(geometry.num_layers)}
         probes = tuple(
             _probe(model, ids, head, role, before[head.layer], generator)
             for head in heads
@@ -102,38 +111,58 @@ def _probe(
     ids: Tensor,
     head: Head,
     role: Role,
-    before: Float[Tensor, "head query value"],
+    before: dict[str, Float[Tensor, "heads position dim"]],
     generator: torch.Generator,
 ) -> Probe:
     geometry = geometry_of(model)
     spans = list(head_spans(model, head, role).values())
     with _noise(model, spans, generator):
-        after = _outputs(model, ids, head.layer)
-    moved = [i for i in range(len(before)) if not torch.equal(before[i], after[i])]
+        after = _seen(model, ids, head.layer)
+    outs = zip(before["out"], after["out"], strict=True)
+    moved = [i for i, (old, new) in enumerate(outs) if not torch.equal(old, new)]
+    touched = [name for name in "qkv" if not torch.equal(before[name], after[name])]
     first = head.index // geometry.group * geometry.group
     expected = (head.index,) if role == "q" else tuple(range(first, first + geometry.group))
-    return Probe(head, role, expected, tuple(moved))
+    return Probe(head, role, expected, tuple(moved), tuple(touched))
 
 
-def _outputs(model: PreTrainedModel, ids: Tensor, layer: int) -> Float[Tensor, "head query value"]:
+def _require_row_fits(model: PreTrainedModel) -> None:
+    """Refuse a row whose names or ranges do not exist in the model at hand."""
+    geometry = geometry_of(model)
+    last = Head(geometry.num_layers - 1, geometry.num_heads - 1)
+    try:
+        for span in spans_of(model, [last]).values():
+            span.of(model)
+    except (AttributeError, RuntimeError, IndexError) as error:
+        raise UnknownArchitectureError(
+            f"the row for {model.config.model_type!r} does not fit this model ({error})",
+            fix="correct the row in headwise/architectures.py",
+        ) from None
+
+
+def _seen(model: PreTrainedModel, ids: Tensor, layer: int) -> dict[str, Tensor]:
+    """Queries, keys, values and head outputs of one layer for one text."""
+
     def read(sight: Sight) -> None:
         if sight.layer == layer:
-            raise _SeenError(sight.out[0])
+            scores = sight.scores
+            parts = {"q": scores.q, "k": scores.k, "v": sight.v, "out": sight.out}
+            raise _SeenError({name: part[0] for name, part in parts.items()})
 
     try:
         with tapped(model, read):
             model.base_model(ids, use_cache=False)
     except _SeenError as seen:
-        return seen.out
+        return seen.parts
     raise AssertionError(f"layer {layer} did not run")
 
 
 class _SeenError(Exception):
     """Not a failure: ends a forward pass once the wanted layer has been seen."""
 
-    def __init__(self, out: Tensor) -> None:
+    def __init__(self, parts: dict[str, Tensor]) -> None:
         super().__init__()
-        self.out = out
+        self.parts = parts
 
 
 @contextmanager

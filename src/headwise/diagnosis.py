@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from headwise.texts import DEFAULT_MAX_LENGTH, TextSet, batches, bundled_texts, 
 CLASSES = ("healthy", "low_entropy", "sink", "dead")
 SWEEP = (0.40, 0.50, 0.60)
 SINK_RATE_EPSILON = 0.3  # Gu et al. 2410.10781
+MODE_SHARE = 0.05  # a mode holds at least this share of the heads
 BAND_SHARE = 0.3  # a head index belongs to the band if more than this share of layers is sick
 
 
@@ -274,19 +274,26 @@ def threshold_sweep(mass: Float[np.ndarray, "layer head"]) -> dict[str, Any]:
 
 
 def _valley(values: Float[np.ndarray, head]) -> dict[str, Any]:
-    """Depth of the deepest dip between two modes of a kernel density: 1 empty, 0 no dip at all."""
+    """Deepest dip of a kernel density below the highest points on both sides: 1 empty, 0 no dip.
+
+    Each side must hold 5% of the heads, or one stray head in a tail would pass for a mode.
+    """
     none: dict[str, Any] = {"depth": 0.0, "position": None, "modes": []}
     if values.std() < 1e-6:
         return none
     grid = np.linspace(0, 1, 201)
     density = gaussian_kde(values)(grid)
-    padded = np.r_[-1.0, density, -1.0]
-    peaks = np.flatnonzero((padded[1:-1] > padded[:-2]) & (padded[1:-1] >= padded[2:]))
-    best = none
-    for left, right in pairwise(peaks):
-        lowest = left + int(np.argmin(density[left : right + 1]))
-        depth = 1 - density[lowest] / max(min(density[left], density[right]), 1e-12)
-        if depth > best["depth"]:
-            modes = [float(grid[left]), float(grid[right])]
-            best = {"depth": float(depth), "position": float(grid[lowest]), "modes": modes}
-    return best
+    left = np.maximum.accumulate(density)
+    right = np.maximum.accumulate(density[::-1])[::-1]
+    below = (values[None] <= grid[:, None]).mean(1)
+    sided = np.minimum(below, 1 - below) >= MODE_SHARE
+    depth = np.where(sided, 1 - density / np.maximum(np.minimum(left, right), 1e-12), 0.0)
+    lowest = int(np.argmax(depth))
+    if depth[lowest] <= 0:
+        return none
+    modes = [grid[np.argmax(density[:lowest])], grid[lowest + np.argmax(density[lowest:])]]
+    return {
+        "depth": float(depth[lowest]),
+        "position": float(grid[lowest]),
+        "modes": [float(mode) for mode in modes],
+    }

@@ -32,7 +32,7 @@ def weight_dormancy(model: PreTrainedModel, threshold: float = WEIGHT_THRESHOLD)
     )
 
 
-def _importance(model: PreTrainedModel, block: nn.Module) -> Float[Tensor, neuron]:
+def _importance(model: PreTrainedModel, block: nn.Module) -> Float[Tensor, "neuron"]:
     row = architecture_of(model)
     norms = [norm for name in row.mlp_in for norm in _row_norms(block, name)]
     down = block.get_submodule(row.mlp_out)

@@ -63,6 +63,7 @@ class HeadResult:
     metrics: dict[str, float]
     r2: Float[np.ndarray, " dim"]  # of each oriented component on position
     fifths: dict[int, list[int]]  # each query bucket's queries by fifth of the position range
+    tau: dict[int, float]  # each query bucket's mean position
     cells: HeadCells
 
 
@@ -293,6 +294,7 @@ def _score_as_public_code(
 
 
 def _result(group: HeadGroup, head: _Prepared) -> HeadResult:
+    judge = head.tally.judge
     return HeadResult(
         layer=group.layer,
         q_head=head.q_head,
@@ -300,5 +302,6 @@ def _result(group: HeadGroup, head: _Prepared) -> HeadResult:
         metrics=head.metrics,
         r2=head.fit.r2,
         fifths=head.fifths,
+        tau={int(b): float(t) for b, t in zip(judge.buckets, judge.tau, strict=True)},
         cells=head.tally.settle(),
     )

@@ -82,6 +82,14 @@ def select_heads(
     return sorted(parser.parse())
 
 
+def named_blocks(selection: str, *, num_layers: int, num_heads: int) -> list[Head]:
+    """The heads of all blocks that a selection spells out (`L5-22H9-15` of `L5-22H9-15 & sick`)."""
+    blocks = [token for token in _tokens(selection) if token[0] in "LH"]
+    if not blocks:
+        return []
+    return select_heads(",".join(blocks), num_layers=num_layers, num_heads=num_heads)
+
+
 def _tokens(selection: str) -> list[str]:
     tokens, at = [], 0
     text = selection.rstrip()

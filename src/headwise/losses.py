@@ -21,7 +21,7 @@ _CHUNK_LOGITS = 2**23  # numbers alive at once: 32 MiB in float32
 
 
 def shifted_targets(
-    ids: Int[Tensor, "text position"], lengths: Int[Tensor, text]
+    ids: Int[Tensor, "text position"], lengths: Int[Tensor, "text"]
 ) -> Int[Tensor, "text position"]:
     """What each position must predict; the last real token and padding predict nothing."""
     targets = torch.full_like(ids, IGNORED)

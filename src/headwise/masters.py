@@ -32,7 +32,7 @@ class Master:
 
     parameter: str
     axis: int
-    index: Int[Tensor, row]  # places in the parameter along axis
+    index: Int[Tensor, "row"]  # places in the parameter along axis
     names: tuple[str, ...]  # slice names, in order
     spans: tuple[Span, ...]
     value: nn.Parameter = field(repr=False)
@@ -121,11 +121,11 @@ class _SliceLinear(torch.autograd.Function):
         ctx: Any,
         x: Float[Tensor, "... in"],
         matrix: Float[Tensor, "out in"],
-        bias: Float[Tensor, out] | None,
+        bias: Float[Tensor, "out"] | None,
         weight_master: Tensor | None,
         bias_master: Tensor | None,
-        weight_index: Int[Tensor, row] | None,
-        bias_index: Int[Tensor, row] | None,
+        weight_index: Int[Tensor, "row"] | None,
+        bias_index: Int[Tensor, "row"] | None,
         axis: int | None,
         transposed: bool,
     ) -> Float[Tensor, "... out"]:

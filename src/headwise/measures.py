@@ -47,7 +47,7 @@ class Measured:
 
     values: dict[str, Float[np.ndarray, "text layer head"]]
     profile_sum: Float[np.ndarray, "bucket layer head"]
-    profile_count: Int[np.ndarray, bucket]
+    profile_count: Int[np.ndarray, "bucket"]
 
     def means(self) -> dict[str, Float[np.ndarray, "layer head"]]:
         """Mean over texts."""
@@ -197,7 +197,7 @@ def _by_bucket(
     return sums.index_add_(0, buckets, masked.T.contiguous()).numpy()
 
 
-def _bucket_counts(weights: Tensor, buckets: Tensor, num_buckets: int) -> Int[np.ndarray, bucket]:
+def _bucket_counts(weights: Tensor, buckets: Tensor, num_buckets: int) -> Int[np.ndarray, "bucket"]:
     queries = (weights > 0).sum(0).cpu()
     return torch.zeros(num_buckets, dtype=torch.long).index_add_(0, buckets, queries).numpy()
 
@@ -214,8 +214,8 @@ def _require_finite(measured: Measured) -> None:
 
 
 def positional_baseline(
-    slopes: Float[np.ndarray, head], lengths: Iterable[int], skip_queries: int = 0
-) -> dict[str, Float[np.ndarray, head]]:
+    slopes: Float[np.ndarray, "head"], lengths: Iterable[int], skip_queries: int = 0
+) -> dict[str, Float[np.ndarray, "head"]]:
     """First-token mass and entropy of heads whose q.k is 0, mean over texts; slope 0 is uniform."""
     lengths = list(lengths)
     longest = max(lengths)

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from headwise.artefacts import write_text
 from headwise.diagnosis import Diagnosis
 from headwise.errors import ArtefactError, SelectionError, SettingsError
-from headwise.heads import Head, format_heads, select_heads
+from headwise.heads import Head, format_heads, named_blocks, select_heads
 
 PLAN_SCHEMA = "headwise.plan/1"
 Init = Literal["xavier_normal", "xavier_uniform", "match-healthy"]
@@ -169,7 +169,8 @@ def make_plan(
             where=diagnosis.model["id"],
             fix=f"the diagnosis counts {diagnosis.counts['sick']} sick heads; try --heads all",
         )
-    watched = [] if preset == "pass2" else [h for h in sets["band"] if h not in set(targets)]
+    zone = named_blocks(selection, **shape) or sets["band"]
+    watched = [] if preset == "pass2" else [h for h in zone if h not in set(targets)]
     group = diagnosis.model["num_heads"] // diagnosis.model["num_kv_heads"]
     model = {key: diagnosis.model[key] for key in PlannedModel.model_fields}
     return SurgeryPlan(

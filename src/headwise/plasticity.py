@@ -28,6 +28,7 @@ from headwise.plasticity_tables import (
     Row,
     bucket_rows,
     component_rows,
+    distance_map,
     head_row,
     record_of,
     save_summary,
@@ -51,10 +52,12 @@ Progress = Callable[[int, int], None]
 class Plasticity:
     """The tables of one run, the heads that failed, and the files written."""
 
+    model: str
     settings: PlasticitySettings
     heads: tuple[Row, ...]
     buckets: tuple[Row, ...]
     components: tuple[Row, ...]
+    distances: dict[str, Any]
     failures: tuple[HeadFailure, ...]
     files: tuple[Path, ...]
 
@@ -267,8 +270,12 @@ def _write(
     heads = tuple(head_row(record, weighted=weighted) for record in records)
     buckets = tuple(row for record in records for row in bucket_rows(record))
     components = tuple(row for record in records for row in component_rows(record))
-    tables = write_tables(out, settings, heads, buckets, components)
-    summary = save_summary(
-        out / "plasticity.json", folder.path.name, settings, records, heads, failures
+    distances = distance_map(records)
+    model = folder.path.name
+    files = (
+        *write_tables(out, settings, heads, buckets, components),
+        save_summary(out / "plasticity.json", model, settings, heads, distances, failures),
     )
-    return Plasticity(settings, heads, buckets, components, tuple(failures), (*tables, summary))
+    return Plasticity(
+        model, settings, heads, buckets, components, distances, tuple(failures), files
+    )

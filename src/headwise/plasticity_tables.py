@@ -38,7 +38,8 @@ HEAD_COLUMNS = (
     "q_resid0_lilliefors_p", "q_noise_med_lilliefors_p", "q_noise_frac_lilliefors_p_lt_alpha",
     "n_cells", "n_pairs",
 )  # fmt: skip
-BUCKET_COLUMNS = (*_ID, "q_bucket", "k_bucket", "plasticity", "n_pairs", "n_queries", "se")
+BUCKET_COLUMNS = (*_ID, "q_bucket", "k_bucket", "plasticity", "n_pairs", "n_queries", "se",
+                  "q_position")  # fmt: skip
 COMPONENT_COLUMNS = (*_ID, "component", "weight", "r2")
 LEGACY_HEAD_COLUMNS = (*_ID, *_SHAPE, "q_beta_norm", *_NORMALITY, "ap_overall")
 LEGACY_BUCKET_COLUMNS = {name: name for name in BUCKET_COLUMNS[:5]} | {"ap_bucket": "plasticity"}
@@ -58,6 +59,7 @@ def record_of(result: HeadResult) -> Record:
         "metrics": {name: _plain(value) for name, value in result.metrics.items()},
         "r2": [_plain(value) for value in result.r2],
         "fifths": {str(bucket): counts for bucket, counts in result.fifths.items()},
+        "tau": {str(bucket): position for bucket, position in result.tau.items()},
         "cells": [[_plain(getattr(cell, name)) for name in _CELL] for cell in cells.cells],
         "overall": _plain(cells.overall),
         "se": _plain(cells.se),
@@ -108,7 +110,10 @@ def _quintiles(record: Record, *, weighted: bool) -> list[float | None]:
 def bucket_rows(record: Record) -> list[Row]:
     """One row a cell, by query bucket, then key bucket."""
     head = {name: record[name] for name in _ID}
-    return [{**head, **dict(zip(_CELL, cell, strict=True))} for cell in record["cells"]]
+    return [
+        {**head, **dict(zip(_CELL, cell, strict=True)), "q_position": record["tau"][str(cell[0])]}
+        for cell in record["cells"]
+    ]
 
 
 def component_rows(record: Record) -> list[Row]:
@@ -197,8 +202,8 @@ def save_summary(
     path: Path,
     model: str,
     settings: PlasticitySettings,
-    records: Sequence[Record],
     heads: Sequence[Row],
+    distances: dict[str, Any],
     failures: Sequence[HeadFailure],
 ) -> Path:
     """Write `plasticity.json`: per-head maps, the position profile and the distance map."""
@@ -214,7 +219,7 @@ def save_summary(
             "model": {"id": model},
             "maps": {name: head_map(heads, column) for name, column in columns.items()},
             "mean": means | {"ap_drop": _mean(row["ap_drop"] for row in heads)},
-            "inter_key_distance": distance_map(records),
+            "inter_key_distance": distances,
             "failures": [vars(failure) for failure in failures],
             "provenance": {
                 "settings": settings.model_dump(mode="json", exclude=hidden),

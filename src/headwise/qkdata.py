@@ -26,7 +26,7 @@ from jaxtyping import Bool, Float, Float32, Int, Int64
 from headwise.errors import ArtefactError, SettingsError
 
 FILE = "data.parquet"
-BATCH_ROWS = 8192
+BATCH_ROWS = 2048
 COLUMNS = ("bucket", "example_id", "position", "vector")
 _HEAD_FOLDER = re.compile(r"l(\d{2,})h(\d{2,})([qk])")
 

@@ -183,7 +183,9 @@ def bucket_moments(
 
 def positional_residual(queries: Queries, fit: PositionFit, axis: np.ndarray) -> np.ndarray:
     """The part of the queries along `axis` that the line does not explain."""
-    return queries.along(axis) - (axis @ fit.alpha + (axis @ fit.beta) * queries.position)
+    residual: np.ndarray = queries.along(axis)
+    residual -= axis @ fit.alpha + (axis @ fit.beta) * queries.position
+    return residual
 
 
 def build_model(

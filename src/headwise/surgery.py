@@ -183,7 +183,7 @@ def _compensation(
 
 def _added(
     model: PreTrainedModel, layer: int, heads: list[int], means: Mapping[int, Tensor] | Tensor
-) -> Float[Tensor, hidden]:
+) -> Float[Tensor, "hidden"]:
     geometry = geometry_of(model)
     module = projection_of(model, layer, "o")
     weight: Tensor = module.weight.detach().float()  # type: ignore[operator]

@@ -177,7 +177,7 @@ class Batch:
     """Right-padded token ids with the true lengths and the places of the texts in their set."""
 
     ids: Int[Tensor, "text position"]
-    lengths: Int[Tensor, text]
+    lengths: Int[Tensor, "text"]
     index: tuple[int, ...]
 
 

@@ -1,0 +1,313 @@
+"""Comparison: what changed between two conditions, where, and whether it could have.
+
+Transitions between classes (iatrogenic: healthy before, sick after; self-healed: sick before, not
+operated on, not sick after), drift by zone, columns over checkpoints, paired losses. Heads in
+layers that the operation cannot reach are counted apart: their change is zero by construction.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from headwise.artefacts import load_artefact, read_json, save_artefact, versions
+from headwise.diagnosis import Diagnosis
+from headwise.errors import ArtefactError
+from headwise.evaluation import Evaluation
+from headwise.heads import Head, heads_where
+from headwise.plans import SurgeryPlan
+from headwise.resampling import mean_interval
+
+DRIFT = 0.05
+TREND = 0.02
+_IDENTITY = ("model_type", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+
+Map = Float[np.ndarray, "layer head"]
+Mask = Bool[np.ndarray, "layer head"]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One side of a comparison: a diagnosis, and the evaluation it came with, if any."""
+
+    diagnosis: Diagnosis
+    evaluation: Evaluation | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The body of `comparison.json`."""
+
+    body: Mapping[str, Any] = field(repr=False)
+
+    def save(self, path: Path) -> Path:
+        """Write `comparison.json`."""
+        return save_artefact(path, "comparison", dict(self.body))
+
+    @staticmethod
+    def load(path: Path) -> Comparison:
+        """Read `comparison.json`."""
+        return Comparison(load_artefact(path, "comparison"))
+
+
+def read_snapshot(path: Path) -> Snapshot:
+    """A diagnosis.json, an evaluation.json, or a folder that holds one of them."""
+    if path.is_dir():
+        found = [path / n for n in ("evaluation.json", "diagnosis.json") if (path / n).exists()]
+        if not found:
+            raise ArtefactError("no evaluation.json or diagnosis.json here", where=path)
+        path = found[0]
+    schema = read_json(path).get("schema")
+    if schema == "headwise.evaluation/1":
+        evaluation = Evaluation.load(path)
+        return Snapshot(evaluation.diagnosis, evaluation)
+    return Snapshot(Diagnosis.load(path))
+
+
+def compare(
+    before: Snapshot,
+    after: Snapshot,
+    *,
+    plan: SurgeryPlan | None = None,
+    checkpoints: Sequence[tuple[int, Map]] = (),
+) -> Comparison:
+    """Compare two conditions; `checkpoints` are the run's (step, first-token mass) maps."""
+    _require_comparable(before, after)
+    zones = zone_masks(before.diagnosis, plan)
+    start = before.diagnosis.maps["first_token_mass"]
+    delta = after.diagnosis.maps["first_token_mass"] - start
+    deltas = [(step, mass - start) for step, mass in checkpoints]
+    body = {
+        "model": dict(before.diagnosis.model),
+        "plan": None if plan is None else plan.model_dump(mode="json"),
+        "transitions": transitions(before.diagnosis, after.diagnosis, zones["operated"]),
+        "drift": drift_by_zone(delta, zones),
+        "delta": {"first_token_mass": delta.tolist(), **_other_deltas(before, after)},
+        "columns": column_trends(deltas or [(0, delta)], zones["watched"]),
+        "trajectories": trajectory_shapes(deltas, zones["watched"]),
+        "two_phenomena": two_phenomena(deltas, zones),
+        "losses": paired_losses(before.evaluation, after.evaluation),
+        "recovery": None if after.evaluation is None else after.evaluation.body.get("recovery"),
+        "provenance": {
+            "versions": versions(),
+            "before": before.diagnosis.provenance,
+            "after": after.diagnosis.provenance,
+        },
+    }
+    return Comparison(body)
+
+
+def _require_comparable(before: Snapshot, after: Snapshot) -> None:
+    left, right = before.diagnosis, after.diagnosis
+    for key in _IDENTITY:
+        if left.model.get(key) != right.model.get(key):
+            raise ArtefactError(
+                f"these are different models: {key} is {left.model.get(key)} and "
+                f"{right.model.get(key)}",
+                where=f"{left.model['id']} and {right.model['id']}",
+                fix="compare two conditions of one model",
+            )
+    bases = [s.evaluation.body["model"]["fingerprint"] for s in (before, after) if s.evaluation]
+    if len(set(bases)) > 1:
+        raise ArtefactError(
+            "these are different models: the base weights differ",
+            where=f"{left.model['id']} and {right.model['id']}",
+            fix="evaluate the same base with and without --patch",
+        )
+    hashes = [d.provenance.get("texts", {}).get("sha256") for d in (left, right)]
+    if hashes[0] != hashes[1]:
+        raise ArtefactError(
+            "the two conditions were measured on different text sets",
+            where=f"text hashes {str(hashes[0])[:12]} and {str(hashes[1])[:12]}",
+            fix="run both with the same --texts and --max-length",
+        )
+
+
+def zone_masks(diagnosis: Diagnosis, plan: SurgeryPlan | None) -> dict[str, Mask]:
+    """operated, watched (in the band, frozen), outside, and which heads could move at all."""
+    shape = diagnosis.sick.shape
+    masks = {name: np.zeros(shape, dtype=bool) for name in ("operated", "watched")}
+    heads = {} if plan is None else {"operated": plan.target_heads, "watched": plan.watched_heads}
+    for name, chosen in heads.items():
+        for head in chosen:
+            masks[name][head.layer, head.index] = True
+    movable = np.ones(shape, dtype=bool)
+    if plan is not None:
+        lowest = min(head.layer for head in plan.target_heads)
+        movable[:lowest] = False
+        movable[lowest] = masks["operated"][lowest]
+    outside = ~(masks["operated"] | masks["watched"])
+    return {**masks, "outside": outside, "movable": movable}
+
+
+def transitions(before: Diagnosis, after: Diagnosis, operated: Mask) -> dict[str, Any]:
+    """Class changes: the table, and the heads that fell ill or healed without treatment."""
+    pairs = [
+        (x, y) for a, b in zip(before.classes, after.classes, strict=True)
+        for x, y in zip(a, b, strict=True)
+    ]  # fmt: skip
+    table = Counter(pairs)
+    was, now = before.sick, after.sick
+    return {
+        "table": [{"before": x, "after": y, "heads": n} for (x, y), n in sorted(table.items())],
+        "counts_before": before.counts,
+        "counts_after": after.counts,
+        "iatrogenic": _names(~was & now),
+        "iatrogenic_untreated": _names(~was & now & ~operated),
+        "self_healed": _names(was & ~now & ~operated),
+        "treated_no_longer_sick": _names(was & ~now & operated),
+        "still_sick": _names(was & now),
+        "sick_untreated_after": _names(now & ~operated),
+    }
+
+
+def _names(mask: Mask) -> list[str]:
+    return [str(head) for head in heads_where(mask)]
+
+
+def drift_by_zone(delta: Map, zones: Mapping[str, Mask]) -> dict[str, Any]:
+    """For each zone: heads with |delta| > 0.05, mean and worst, with the movable heads apart."""
+    return {
+        "threshold": DRIFT,
+        **{name: _drift(delta, zones[name], zones["movable"])
+           for name in ("operated", "watched", "outside")},
+    }  # fmt: skip
+
+
+def _drift(delta: Map, zone: Mask, movable: Mask) -> dict[str, Any]:
+    size = np.abs(delta)
+    both = zone & movable
+    worst = Head(
+        *(int(i) for i in np.unravel_index(np.argmax(np.where(zone, size, -1)), size.shape))
+    )
+    return {
+        "heads": int(zone.sum()),
+        "movable": int(both.sum()),
+        "drifting": int((size[zone] > DRIFT).sum()),
+        "mean_abs_delta": float(size[zone].mean()) if zone.any() else None,
+        "mean_abs_delta_movable": float(size[both].mean()) if both.any() else None,
+        "worst": {"head": str(worst), "delta": float(delta[worst.layer, worst.index])}
+        if zone.any()
+        else None,
+    }
+
+
+def _other_deltas(before: Snapshot, after: Snapshot) -> dict[str, Any]:
+    names = sorted(set(before.diagnosis.maps) & set(after.diagnosis.maps) - {"first_token_mass"})
+    return {n: (after.diagnosis.maps[n] - before.diagnosis.maps[n]).tolist() for n in names}
+
+
+def column_trends(deltas: Sequence[tuple[int, Map]], watched: Mask) -> dict[str, Any]:
+    """Mean |delta| of the watched heads of each index over checkpoints, and the paper's rule."""
+    columns = {}
+    for index in np.flatnonzero(watched.any(0)):
+        rows = watched[:, index]
+        means = [float(np.abs(delta[rows, index]).mean()) for _, delta in deltas]
+        columns[f"H{int(index)}"] = {
+            "heads": int(rows.sum()),
+            "steps": [int(step) for step, _ in deltas],
+            "mean_abs_delta": means,
+            "trend": trend(means),
+        }
+    return columns
+
+
+def trend(values: Sequence[float]) -> str:
+    """spreading, recovering or stable: last against first, with a margin of 0.02."""
+    if values[-1] > values[0] + TREND:
+        return "spreading"
+    return "recovering" if values[-1] < values[0] - TREND else "stable"
+
+
+def trajectory_shapes(deltas: Sequence[tuple[int, Map]], watched: Mask) -> dict[str, str]:
+    """The shape of each watched head's way over checkpoints, by the paper's rules."""
+    return {
+        str(head): trajectory_shape([float(d[head.layer, head.index]) for _, d in deltas])
+        for head in heads_where(watched)
+    } if deltas else {}  # fmt: skip
+
+
+def trajectory_shape(values: Sequence[float]) -> str:
+    """stable, increasing, decreasing, plateau, oscillating or mixed."""
+    path = np.asarray(values)
+    if len(path) < 3:
+        return "insufficient"
+    steps = np.diff(path)
+    if np.abs(path).max() < 0.03:
+        return "stable"
+    if (steps > 0.005).all():
+        return "increasing"
+    if (steps < -0.005).all():
+        return "decreasing"
+    if np.ptp(path) < 0.03:
+        return "plateau"
+    changes = int((np.diff(np.sign(steps[steps != 0])) != 0).sum())
+    return "oscillating" if changes >= 2 else "mixed"
+
+
+def two_phenomena(
+    deltas: Sequence[tuple[int, Map]], zones: Mapping[str, Mask]
+) -> dict[str, Any] | None:
+    """Early redistribution outside against later drift of watched heads, at matched steps."""
+    if len(deltas) < 2:
+        return None
+    picked = {"early": deltas[len(deltas) // 5], "late": deltas[-1]}
+    rows: dict[str, Any] = {name: {"step": int(step)} for name, (step, _) in picked.items()}
+    rows["late_minus_early"] = {}
+    for zone in ("outside", "watched"):
+        mask = zones[zone] & zones["movable"]
+        means = [_zone_mean(delta, mask) for _, delta in picked.values()]
+        rows["early"][zone], rows["late"][zone] = means
+        rows["late_minus_early"][zone] = None if None in means else means[1] - means[0]  # type: ignore[operator]
+    return rows
+
+
+def _zone_mean(delta: Map, mask: Mask) -> float | None:
+    return float(np.abs(delta[mask]).mean()) if mask.any() else None
+
+
+def paired_losses(before: Evaluation | None, after: Evaluation | None) -> dict[str, Any]:
+    """Change of mean loss on every text set both saw, paired by document."""
+    if before is None or after is None:
+        return {}
+    result = {}
+    for name, left in before.body["text_sets"].items():
+        right = after.body["text_sets"].get(name)
+        if right is None:
+            continue
+        if left["texts"]["sha256"] != right["texts"]["sha256"]:
+            raise ArtefactError(f"the text set {name!r} differs between the two evaluations")
+        tokens = np.array(left["document_tokens"])
+        difference = np.array(right["document_loss_sums"]) - np.array(left["document_loss_sums"])
+        interval = mean_interval(difference, tokens)
+        result[name] = {
+            "before": left["loss"],
+            "after": right["loss"],
+            "perplexity_before": left["perplexity"],
+            "perplexity_after": right["perplexity"],
+            "difference": interval.to_json(),
+            "verdict": _verdict(interval.low, interval.high),
+        }
+    return result
+
+
+def _verdict(low: float, high: float) -> str:
+    if high < 0:
+        return "lower with 95% confidence"
+    return "higher with 95% confidence" if low > 0 else "no difference shown"
+
+
+def run_maps(run: Path) -> list[tuple[int, Map]]:
+    """The (step, first-token mass) maps of a run directory."""
+    from headwise.training import read_lines
+
+    return [
+        (int(row["step"]), np.array(row["first_token_mass"]))
+        for row in read_lines(run / "maps.jsonl")
+    ]

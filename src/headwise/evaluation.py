@@ -1,0 +1,189 @@
+"""Evaluation: perplexities with intervals, what every head is worth, and dormant neurons.
+
+One artefact for one condition (a model, perhaps with patches). It keeps the loss of every document,
+so that `compare` can pair two conditions document by document, and the heads' classes and ablation
+costs, so that functional recovery can be told: not sick *and* useful with 95% confidence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from headwise.ablation import Ablation, ablate_heads, ablation_json, first_order_importance
+from headwise.architectures import geometry_of
+from headwise.artefacts import load_artefact, save_artefact, versions
+from headwise.diagnosis import Diagnosis, diagnose
+from headwise.dormancy import activation_dormancy, weight_dormancy
+from headwise.errors import TextError
+from headwise.heads import Head, all_heads
+from headwise.models import describe_model
+from headwise.perplexity import text_losses
+from headwise.surgery import measure_means
+from headwise.texts import DATA, TextSet, batches, encode_texts, read_texts
+
+PAPER_PROMPTS = DATA / "prompts" / "paper_appendix_a.jsonl"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The body of `evaluation.json`, by name."""
+
+    body: Mapping[str, Any] = field(repr=False)
+
+    def save(self, path: Path) -> Path:
+        """Write `evaluation.json`."""
+        return save_artefact(path, "evaluation", dict(self.body))
+
+    @staticmethod
+    def load(path: Path) -> Evaluation:
+        """Read `evaluation.json`."""
+        return Evaluation(load_artefact(path, "evaluation"))
+
+    @property
+    def diagnosis(self) -> Diagnosis:
+        """The heads as they were measured in this condition."""
+        return Diagnosis.from_json(self.body["diagnosis"])
+
+    def perplexity(self, name: str) -> Mapping[str, float]:
+        """Perplexity with its interval on one text set."""
+        found: Mapping[str, float] = self.body["text_sets"][name]["perplexity"]
+        return found
+
+
+def paper_prompts() -> TextSet:
+    """The 12 prompts of the paper's Appendix A."""
+    return TextSet("paper-appendix-a", read_texts([str(PAPER_PROMPTS)]).texts)
+
+
+def evaluate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text_sets: Sequence[TextSet],
+    *,
+    name: str | None = None,
+    patches: Sequence[Mapping[str, Any]] = (),
+    base: Mapping[str, Any] | None = None,
+    ablated: Sequence[Head] | None = None,
+    joint: Mapping[str, Sequence[Head]] | None = None,
+    window: int = 512,
+    max_texts: int = 64,
+    batch_size: int = 4,
+    quiet: bool = True,
+) -> Evaluation:
+    """Evaluate one condition; heads are judged on the first text set.
+
+    `patches` and `base` describe what was applied to which model; `ablated` heads are ablated one
+    by one (default: all), `joint` sets together.
+    """
+    if not text_sets:
+        raise TextError("no text to evaluate on", fix="pass --texts")
+    judged = TextSet(text_sets[0].name, text_sets[0].texts[:max_texts])
+    encoded = encode_texts(tokenizer, judged.texts, max_length=window)
+    losses = {
+        t.name: text_losses(model, tokenizer, t, window=window, batch_size=batch_size, quiet=quiet)
+        for t in text_sets
+    }
+    settings = {"window": window, "max_texts": max_texts}
+    diagnosis = diagnose(
+        model, tokenizer, judged, name=name, max_length=window, batch_size=batch_size, quiet=quiet
+    )
+    heads = _heads_body(model, encoded, ablated, joint or {}, batch_size, quiet)
+    return Evaluation({
+        "model": dict(base or describe_model(model, name)),
+        "patches": [dict(patch) for patch in patches],
+        "text_sets": {key: value.to_json() for key, value in losses.items()},
+        "diagnosis": diagnosis.to_json(),
+        "heads": heads,
+        "recovery": _recovery(diagnosis, heads, patches),
+        "mlp_dormancy": {
+            "weights": weight_dormancy(model),
+            "activations": activation_dormancy(model, batches(encoded, batch_size)),
+            "note": "the weight rule cannot change when only attention is trained",
+        },
+        "provenance": {"versions": versions(), "settings": settings},
+    })  # fmt: skip
+
+
+def _heads_body(
+    model: PreTrainedModel,
+    encoded: list[list[int]],
+    ablated: Sequence[Head] | None,
+    joint: Mapping[str, Sequence[Head]],
+    batch_size: int,
+    quiet: bool,
+) -> dict[str, Any]:
+    """Single, joint and first-order ablation costs; mean loss a token in nats."""
+    geometry = geometry_of(model)
+    every = all_heads(geometry.num_layers, geometry.num_heads)
+    singles = list(every if ablated is None else ablated)
+    named = {key: list(heads) for key, heads in joint.items() if heads}
+    sets = [[head] for head in singles] + list(named.values())
+    labels = [str(head) for head in singles] + [f"joint:{key}" for key in named]
+    means = measure_means(model, batches(encoded, batch_size))
+    body: dict[str, Any] = {"documents": len(encoded)}
+    for replacement in ("zero", "mean"):
+        found = ablate_heads(
+            model, encoded, sets, replacement=replacement, means=means, batch_size=batch_size,
+            quiet=quiet,
+        )  # fmt: skip
+        body[f"ablation_{replacement}"] = ablation_json(found, labels)
+        if replacement == "zero":
+            body["first_order"] = _first_order(model, encoded, found, singles, batch_size)
+    return body
+
+
+def _first_order(
+    model: PreTrainedModel,
+    encoded: list[list[int]],
+    exact: Ablation,
+    singles: Sequence[Head],
+    batch_size: int,
+) -> dict[str, Any]:
+    """The one-backward estimate of all heads, and how well it agrees with the exact costs."""
+    estimate = first_order_importance(model, encoded, batch_size=batch_size)
+    body: dict[str, Any] = {"map": estimate.tolist(), "spearman_with_exact": None}
+    if len(singles) >= 3:
+        from scipy.stats import spearmanr
+
+        costs = exact.deltas[: len(singles)].sum(1) / exact.tokens.sum()
+        guesses = np.array([estimate[head.layer, head.index] for head in singles])
+        if costs.std() > 0 and guesses.std() > 0:
+            body["spearman_with_exact"] = float(spearmanr(costs, guesses).statistic)
+    return body
+
+
+def _recovery(
+    diagnosis: Diagnosis, heads: Mapping[str, Any], patches: Sequence[Mapping[str, Any]]
+) -> dict[str, Any] | None:
+    """Functional recovery of the operated heads: not sick, and its zero ablation costs > 0."""
+    from headwise.plans import SurgeryPlan
+
+    plans = [patch["plan"] for patch in patches if patch.get("plan")]
+    if not plans:
+        return None
+    targets = sorted({head for plan in plans for head in SurgeryPlan(**plan).target_heads})
+    rows = {}
+    for head in targets:
+        label = diagnosis.classes[head.layer][head.index]
+        cost = heads["ablation_zero"].get(str(head))
+        useful = None if cost is None else cost["low"] > 0
+        rows[str(head)] = {
+            "class": label,
+            "sick": label in ("dead", "sink"),
+            "useful": useful,
+            "functional": bool(useful) and label not in ("dead", "sink"),
+        }
+    return {
+        "heads": rows,
+        "operated": len(rows),
+        "not_sick": sum(not row["sick"] for row in rows.values()),
+        "functional": sum(row["functional"] for row in rows.values()),
+        "exceptions": [name for name, row in rows.items() if not row["functional"]],
+        "rule": "not sick, and zero ablation raises held-out loss with 95% confidence",
+    }
