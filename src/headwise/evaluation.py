@@ -21,12 +21,14 @@ from headwise.artefacts import load_artefact, save_artefact, versions
 from headwise.diagnosis import Diagnosis, diagnose
 from headwise.dormancy import activation_dormancy, weight_dormancy
 from headwise.errors import TextError
-from headwise.heads import Head, all_heads
+from headwise.heads import Head, all_heads, select_heads
 from headwise.models import describe_model
 from headwise.perplexity import text_losses
+from headwise.plans import SurgeryPlan
 from headwise.surgery import measure_means
 from headwise.texts import DATA, TextSet, batches, encode_texts, read_texts
 
+_SMALL = 100  # heads; exact ablation of all of them is cheap up to here
 PAPER_PROMPTS = DATA / "prompts" / "paper_appendix_a.jsonl"
 
 
@@ -110,6 +112,31 @@ def evaluate(
     })  # fmt: skip
 
 
+def chosen_heads(
+    model: PreTrainedModel, selection: str | None, patches: Sequence[Mapping[str, Any]]
+) -> tuple[list[Head], dict[str, list[Head]]]:
+    """Heads to ablate one by one, and sets to ablate together.
+
+    By default: the operated heads and, in models of at most 100 heads, all others too.
+    """
+    geometry = geometry_of(model)
+    layers, heads = geometry.num_layers, geometry.num_heads
+    operated = operated_heads(patches)
+    joint = {"operated": operated} if operated else {}
+    if selection == "none":
+        return [], joint
+    if selection is not None:
+        return select_heads(selection, num_layers=layers, num_heads=heads), joint
+    every = all_heads(layers, heads)
+    return (every if len(every) <= _SMALL else operated), joint
+
+
+def operated_heads(patches: Sequence[Mapping[str, Any]]) -> list[Head]:
+    """The targets of all plans in a list of patch descriptions."""
+    plans = [SurgeryPlan(**patch["plan"]) for patch in patches if patch.get("plan")]
+    return sorted({head for plan in plans for head in plan.target_heads})
+
+
 def _heads_body(
     model: PreTrainedModel,
     encoded: list[list[int]],
@@ -162,12 +189,9 @@ def _recovery(
     diagnosis: Diagnosis, heads: Mapping[str, Any], patches: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any] | None:
     """Functional recovery of the operated heads: not sick, and its zero ablation costs > 0."""
-    from headwise.plans import SurgeryPlan
-
-    plans = [patch["plan"] for patch in patches if patch.get("plan")]
-    if not plans:
+    targets = operated_heads(patches)
+    if not targets:
         return None
-    targets = sorted({head for plan in plans for head in SurgeryPlan(**plan).target_heads})
     rows = {}
     for head in targets:
         label = diagnosis.classes[head.layer][head.index]

@@ -176,3 +176,54 @@ def _html_cell(maps: Mapping[str, Any], layer: int, head: int, label: str) -> st
         f"<td title='{hover}' style='background:{CLASS_COLOURS[label]};color:#000;"
         f"text-align:center;padding:1px 3px'>{maps['first_token_mass'][layer, head]:.2f}</td>"
     )
+
+
+def evaluation_tables(body: Mapping[str, Any]) -> list[Table]:
+    """Perplexities, and the heads that matter most."""
+    losses = [
+        [name, entry["documents"], entry["predicted_tokens"], _interval(entry["perplexity"])]
+        for name, entry in body["text_sets"].items()
+    ]
+    tables = [table("perplexity (95% interval)", ("texts", "documents", "tokens", "ppl"), losses)]
+    costs = body["heads"]["ablation_zero"]
+    order = sorted(costs, key=lambda name: -costs[name]["value"])
+    shown = [name for name in order if name.startswith("joint:")]
+    shown += [name for name in order if not name.startswith("joint:")][:8]
+    rows = [[name, _interval(costs[name])] for name in shown]
+    if rows:
+        tables.append(table("loss without the head (nats a token)", ("head", "change"), rows))
+    recovery = body.get("recovery")
+    if recovery:
+        row = [recovery["operated"], recovery["not_sick"], recovery["functional"]]
+        columns = ("operated", "not sick", "functionally recovered")
+        tables.append(table("recovery", columns, [row]))
+    return tables
+
+
+def _interval(entry: Mapping[str, float]) -> str:
+    return f"{entry['value']:.4g} ({entry['low']:.4g} to {entry['high']:.4g})"
+
+
+def comparison_tables(body: Mapping[str, Any]) -> list[Table]:
+    """Class counts, drift by zone and paired losses."""
+    moves = body["transitions"]
+    before, after = moves["counts_before"], moves["counts_after"]
+    counts = [[name, before[name], after[name]] for name in before]
+    tables = [table("heads", ("class", "before", "after"), counts)]
+    silent = [
+        ["iatrogenic (fell ill untreated)", len(moves["iatrogenic_untreated"])],
+        ["self-healed (healed untreated)", len(moves["self_healed"])],
+        ["treated, no longer sick", len(moves["treated_no_longer_sick"])],
+    ]
+    tables.append(table("transitions", ("", "heads"), silent))
+    zones = [
+        [zone, d["heads"], d["movable"], d["drifting"], d["mean_abs_delta"],
+         d["worst"] and f"{d['worst']['head']} {d['worst']['delta']:+.3f}"]
+        for zone, d in body["drift"].items() if isinstance(d, dict)
+    ]  # fmt: skip
+    columns = ("zone", "heads", "movable", "|change| > 0.05", "mean |change|", "worst")
+    tables.append(table("drift of first-token mass", columns, zones))
+    losses = [[n, _interval(e["difference"]), e["verdict"]] for n, e in body["losses"].items()]
+    if losses:
+        tables.append(table("loss after - before, paired", ("texts", "nats", "verdict"), losses))
+    return tables
