@@ -238,17 +238,25 @@ def test_bad_texts_are_refused_on_the_command_line(model_dir, tmp_path, text, me
     assert message in str(result.exception)
 
 
-def test_a_failing_row_fails_the_check(model_dir, monkeypatch):
+@pytest.mark.parametrize(
+    ("projections", "message"),
+    [
+        (("q_proj", "v_proj", "k_proj"), "noise in the k weights of L0H0 changed its layer's v"),
+        (("k_proj", "k_proj", "v_proj"), "does not fit this model"),
+        (("q_proj", "k_proj", "w_proj"), "does not fit this model"),
+    ],
+)
+def test_a_wrong_row_fails_the_check(model_dir, monkeypatch, projections, message):
     from dataclasses import replace
 
     from headwise.architectures import ARCHITECTURES
 
     monkeypatch.setitem(
-        ARCHITECTURES, "llama", replace(ARCHITECTURES["llama"], projections=("k_proj",) * 3)
+        ARCHITECTURES, "llama", replace(ARCHITECTURES["llama"], projections=projections)
     )
     result = run("check", model_dir)
     assert isinstance(result.exception, UnknownArchitectureError)
-    assert "not separable as the table says" in str(result.exception)
+    assert message in str(result.exception)
 
 
 def test_gguf_models_can_be_saved_again(tmp_path):

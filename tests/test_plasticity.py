@@ -21,6 +21,7 @@ from headwise.normality import describe_sample, ks_distance, lilliefors_p_values
 from headwise.plasticity import compute_plasticity, load_settings
 from headwise.plasticity_figures import plasticity_figures, plot_before_and_after
 from headwise.plasticity_settings import PlasticitySettings
+from headwise.plasticity_tables import head_row
 from headwise.qkdata import find_heads, group_heads, read_vectors
 from headwise.querymodel import reflect_onto
 
@@ -161,7 +162,7 @@ def test_sampled_linear_diagonal_is_the_public_code(name, tmp_path):
 
 
 def plain_cell(definition, q, t, b, bucket, differences):
-    """One cell by section 12, pair by pair, in a rotated basis made by QR instead of Householder."""
+    """One cell by section 12, pair by pair, in a rotated basis made by QR, not Householder."""
     tc = t - t.mean()
     beta = tc @ q / (tc @ tc)
     alpha = q.mean(0) - beta * t.mean()
@@ -365,11 +366,12 @@ def test_workers_and_resume_give_the_same_bytes(tmp_path):
 def test_csv_columns_and_summary(tmp_path, small):
     result = compute_plasticity(small, out=tmp_path / "out")
     head = (tmp_path / "out" / "head_metrics.csv").read_text().splitlines()[0].split(",")
-    assert head[:19] == (
+    documented = (
         "layer,q_head,k_head,n_q_tokens,n_k_tokens,d_model,q_R2_pos,q_R2_scalar,q_mae_baseline,"
         "q_mae_proj,q_mae_ratio,q_resid0_skew,q_resid0_kurt,q_resid0_ks_p,q_noise_med_abs_skew,"
         "q_noise_med_abs_kurt,q_noise_med_ks_p,q_noise_frac_ks_p_lt_alpha,ap_overall"
-    ).split(",")
+    )
+    assert ",".join(head[:19]) == documented
     cells = (tmp_path / "out" / "head_bucket_plasticity.csv").read_text().splitlines()
     assert cells[0].startswith("layer,q_head,k_head,q_bucket,k_bucket,plasticity,n_pairs,")
     weights = table(tmp_path / "out" / "head_component_weights.csv")
@@ -377,10 +379,24 @@ def test_csv_columns_and_summary(tmp_path, small):
     assert sum(float(row["weight"]) for row in weights[:5]) == pytest.approx(1)
     summary = load_artefact(tmp_path / "out" / "plasticity.json", "plasticity")
     assert summary["maps"]["plasticity"] == [[row["ap_overall"] for row in result.heads]]
-    row = result.heads[0]
-    assert row["ap_drop"] == pytest.approx(row["ap_first_20pct"] - row["ap_last_20pct"])
     pairs = np.array(summary["inter_key_distance"]["n_pairs"]).sum()
     assert pairs == sum(row["n_pairs"] for row in result.buckets)
+
+
+def test_fifths_count_a_cell_where_its_queries_lie():
+    record = {
+        **dict.fromkeys(("layer", "q_head", "k_head"), 0),
+        **{"metrics": {}, "overall": 0.5, "se": None},
+        "cells": [[1, 0, 0.8, 10, 40, 5, None], [2, 0, 0.2, 10, 20, 5, None]],
+        "fifths": {"1": [30, 10, 0, 0, 0], "2": [0, 10, 0, 0, 10]},
+    }
+    row = head_row(record, weighted=True)
+    assert row["ap_first_20pct"] == pytest.approx(0.8)
+    assert row["ap_quintile_2"] == pytest.approx(0.5)
+    assert row["ap_quintile_3"] is None
+    assert row["ap_drop"] == pytest.approx(0.8 - 0.2)
+    plain = head_row(record, weighted=False)
+    assert plain["ap_quintile_2"] == pytest.approx((0.25 * 0.8 + 0.5 * 0.2) / 0.75)
 
 
 def test_a_failed_head_is_told_and_the_rest_is_kept(tmp_path, small):

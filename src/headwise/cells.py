@@ -23,7 +23,7 @@ from scipy.special import ndtr
 from headwise.pairs import KeyGroups, PairBlock
 from headwise.querymodel import FLOOR, Definition, Queries, QueryModel
 
-MAX_DOCUMENTS = 256
+MAX_DOCUMENTS = 128
 GRADIENT_PAIRS = 256
 DISTANCE_BINS = 32  # powers of two tokens
 
@@ -171,12 +171,8 @@ def preference_gradient(
     block: PairBlock, model: QueryModel, columns: Int[np.ndarray, " column"], pick: np.ndarray
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Derivative of the mean plasticity of some pairs by each bucket's mean and covariance."""
-    differences = block.differences()[pick]
-    none = np.empty(0, dtype=np.int64)
-    chosen = PairBlock(
-        differences, none, none, block.example[pick], block.distance[pick], block.middle[pick],
-        block.identical[pick],
-    )  # fmt: skip
+    chosen = block.picked(pick)
+    differences = chosen.base
     mean, variance = pair_moments(chosen, model, columns)
     deviation = np.sqrt(np.where(variance > 0, variance, FLOOR))
     z = mean / deviation

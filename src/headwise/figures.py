@@ -116,7 +116,7 @@ def head_heat_map(
 ) -> Figure:
     """A layer x head map with its colour bar; `marked` heads get a dot."""
     num_layers, num_heads = values.shape
-    figure = new_figure(2.2 + 0.24 * num_heads, 1.4 + 0.2 * num_layers)
+    figure = new_figure(max(4.4, 2.2 + 0.24 * num_heads), max(2.8, 1.4 + 0.2 * num_layers))
     axes = _axes(figure, title, "head", "layer")
     norm, colours = _norm(values, limits, diverging)
     image = draw_map(axes, values, norm, colours)

@@ -43,12 +43,10 @@ from headwise.qkdata import HeadGroup, QKFolder, orientation_of, read_vectors
 from headwise.querymodel import (
     PositionFit,
     Queries,
-    Reflection,
+    Rotation,
     build_model,
-    fit_positions,
-    positional_residual,
     predict_positions,
-    reflect_onto,
+    rotate_queries,
     sort_queries,
 )
 
@@ -137,12 +135,11 @@ def _prepare(
             fix=f"check that query head {q_head} uses key head {group.k_head}",
         )
     queries = sort_queries(table, signs)
-    fit = fit_positions(queries)
-    reflection = reflect_onto(fit.beta, public=settings.definition == "linear-diagonal")
-    metrics = _describe(queries, fit, reflection, settings)
+    rotation = rotate_queries(queries, public=settings.definition == "linear-diagonal")
+    metrics = _describe(queries, rotation, settings)
     metrics |= {"n_q_tokens": len(table.bucket), "n_k_tokens": len(keys.example)}
-    judge = _make_judge(queries, fit, reflection, keys, table.window, settings)
-    return _Prepared(q_head, metrics, fit, _count_by_fifth(queries), Tally(judge, keys))
+    judge = _make_judge(queries, rotation, keys, table.window, settings)
+    return _Prepared(q_head, metrics, rotation.fit, _count_by_fifth(queries), Tally(judge, keys))
 
 
 def _count_by_fifth(queries: Queries) -> dict[int, list[int]]:
@@ -154,17 +151,17 @@ def _count_by_fifth(queries: Queries) -> dict[int, list[int]]:
 
 
 def _describe(
-    queries: Queries, fit: PositionFit, reflection: Reflection, settings: PlasticitySettings
+    queries: Queries, rotation: Rotation, settings: PlasticitySettings
 ) -> dict[str, float]:
     """The head's row of metrics but for the plasticity itself."""
-    place = predict_positions(queries, fit.beta)
-    residual = positional_residual(queries, fit, reflection.axis)
+    place = predict_positions(queries, rotation)
+    fit, residual = rotation.fit, rotation.residual
     skew, kurtosis, distance = 0.0, 0.0, 0.0
     if len(residual) > 1 and residual.std(ddof=1) > 0:
         shape = describe_sample(residual)
         skew, kurtosis, distance = shape.skew, shape.kurtosis, shape.distance
     noise = describe_noise(
-        islice(reflection.components(queries), 1, None),
+        islice(rotation.reflection.components(queries, rotation.along_v), 1, None),
         num_dims=len(fit.beta) - 1,
         num_rows=len(residual),
         max_dims=settings.normality_max_dims,
@@ -194,13 +191,12 @@ def _describe(
 
 def _make_judge(
     queries: Queries,
-    fit: PositionFit,
-    reflection: Reflection,
+    rotation: Rotation,
     keys: KeyGroups,
     window: int | None,
     settings: PlasticitySettings,
 ) -> Judge:
-    model = build_model(settings.definition, queries, fit, reflection)
+    model = build_model(settings.definition, queries, rotation)
     documents, num_documents = choose_documents(keys.example, queries.example)
     return Judge(
         definition=settings.definition,

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
-from collections.abc import Iterator, Sequence
+import struct
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,9 @@ from headwise.architectures import (
 from headwise.errors import ModelError
 from headwise.patient import patient_dir
 from headwise.weights import Patch
+
+DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
+_LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError, struct.error)
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ def load_model(
 def _load_tokenizer(source: str, options: dict[str, Any]) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(source, **options)
-    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
+    except (*_LOADING_ERRORS, TypeError, AttributeError) as error:
         raise ModelError(
             f"no tokenizer could be loaded ({_first_line(error)})",
             where=source,
@@ -96,26 +100,45 @@ def _load_weights(
     allow_pickle: bool,
 ) -> PreTrainedModel:
     chosen = dtype or ("bfloat16" if device_map and torch.cuda.is_available() else "float32")
-    if chosen != "auto" and not hasattr(torch, chosen):
-        raise ModelError(f"unknown --dtype {chosen!r}", fix="float32, bfloat16 or float16")
+    if chosen not in DTYPES:
+        raise ModelError(f"unknown --dtype {chosen!r}", fix=" or ".join(DTYPES))
     if "gguf_file" not in options:
         options = {**options, "use_safetensors": None if allow_pickle else True}
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            source, dtype=getattr(torch, chosen, chosen), device_map=device_map, **options
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=getattr(torch, chosen, chosen),
+            device_map=device_map,
+            output_loading_info=True,
+            **options,
         )
-    except (SafetensorError, RuntimeError, EOFError) as error:
+    except (SafetensorError, RuntimeError, EOFError, struct.error) as error:
         raise ModelError(
             f"the weight file is damaged or cut off ({_first_line(error)})",
             where=source,
             fix="download or copy the weights again",
         ) from None
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except _LOADING_ERRORS as error:
         raise ModelError(
             f"the model could not be loaded ({_first_line(error)})",
             where=source,
             fix="check the name; pickled weights need --allow-pickle, remote code its own flag",
         ) from None
+    _require_complete(report["missing_keys"], source)
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+def _require_complete(missing: Iterable[str], source: str) -> None:
+    """transformers fills what is missing with random numbers; that would be measured as a head."""
+    names = sorted(missing)
+    if names:
+        raise ModelError(
+            f"the weight file has no weights for {names[0]}"
+            + (f" and {len(names) - 1} others" if len(names) > 1 else ""),
+            where=source,
+            fix="use a complete checkpoint of a causal language model",
+        )
 
 
 def _first_line(error: BaseException) -> str:

@@ -56,6 +56,17 @@ class PairBlock:
         """Every pair's difference, written out."""
         return np.concatenate([self.base, self.base[self.first] - self.base[self.second]])
 
+    def picked(self, pairs: Int64[np.ndarray, " chosen"]) -> PairBlock:
+        """Some of the pairs, ascending, each written out as a row of `base`."""
+        split = int(np.searchsorted(pairs, len(self.base)))
+        extra = pairs[split:] - len(self.base)
+        apart = self.base[self.first[extra]] - self.base[self.second[extra]]
+        none = np.empty(0, dtype=np.int64)
+        return PairBlock(
+            np.concatenate([self.base[pairs[:split]], apart]), none, none, self.example[pairs],
+            self.distance[pairs], self.middle[pairs], self.identical[pairs],
+        )  # fmt: skip
+
 
 def group_keys(keys: VectorTable, signs: Float[np.ndarray, " dim"]) -> KeyGroups:
     """Sort keys into groups and orient them; the order inside a group is the order of the rows."""
@@ -160,8 +171,6 @@ def _block(
 ) -> PairBlock:
     base = np.subtract(keys.vectors[other], keys.vectors[anchor], dtype=np.float64)
     first, second = extra
-    apart = base[first] - base[second]
-    squares = np.concatenate([np.vecdot(base, base), np.vecdot(apart, apart)])
     p, q = keys.position[rows[0]], keys.position[rows[1]]
     return PairBlock(
         base=base,
@@ -170,8 +179,21 @@ def _block(
         example=keys.example[rows[0]],
         distance=np.abs(p - q).astype(np.float64),
         middle=(p + q) / 2.0,
-        identical=squares == 0.0,
+        identical=_identical(base, first, second),
     )
+
+
+def _identical(
+    base: Float[np.ndarray, "base dim"],
+    first: Int64[np.ndarray, " extra"],
+    second: Int64[np.ndarray, " extra"],
+) -> Bool[np.ndarray, " pair"]:
+    """Which pairs are of equal keys. Equal rows have equal norms, so few need a full look."""
+    norm = np.vecdot(base, base)
+    same = np.abs(norm[first] - norm[second]) <= 1e-12 * norm[first]
+    maybe = np.flatnonzero(same)
+    same[maybe] = (base[first[maybe]] == base[second[maybe]]).all(axis=1)
+    return np.concatenate([norm == 0.0, same])
 
 
 def draw_public_pairs(

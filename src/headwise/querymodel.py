@@ -48,12 +48,12 @@ class Queries:
         """Queries in each bucket."""
         return np.asarray(np.diff(self.start))
 
-    def along(self, direction: Float[np.ndarray, " dim"]) -> Float[np.ndarray, " row"]:
-        """Every query's product with one direction."""
-        product = np.empty(self.vectors.shape[1])
-        for begin in range(0, len(product), _PART):
+    def along(self, directions: Float[np.ndarray, "k dim"]) -> Float[np.ndarray, "k row"]:
+        """Every query's product with some directions, in one pass."""
+        product = np.empty((len(directions), self.vectors.shape[1]))
+        for begin in range(0, product.shape[1], _PART):
             part = self.vectors[:, begin : begin + _PART].astype(np.float64)
-            product[begin : begin + _PART] = direction @ part
+            product[:, begin : begin + _PART] = directions @ part
         return product
 
     @property
@@ -86,11 +86,12 @@ class Reflection:
         first[0] += 1.0
         return first * self.flip
 
-    def components(self, queries: Queries) -> Iterator[Float[np.ndarray, " row"]]:
+    def components(
+        self, queries: Queries, along_v: Float[np.ndarray, " row"]
+    ) -> Iterator[Float[np.ndarray, " row"]]:
         """Components in the rotated basis, one after another: the whole is never in memory."""
-        along = queries.along(self.v)
         for index, component in enumerate(queries.vectors):
-            rotated = component - (2 * self.v[index]) * along
+            rotated = component - (2 * self.v[index]) * along_v
             yield self.flip * rotated if index == 0 else rotated
 
     def matrix(self) -> Float[np.ndarray, "dim dim"]:
@@ -181,31 +182,43 @@ def bucket_moments(
     return mean, inside @ inside.T / max(inside.shape[1] - 1, 1)
 
 
-def positional_residual(queries: Queries, fit: PositionFit, axis: np.ndarray) -> np.ndarray:
-    """The part of the queries along `axis` that the line does not explain."""
-    residual: np.ndarray = queries.along(axis)
-    residual -= axis @ fit.alpha + (axis @ fit.beta) * queries.position
-    return residual
+@dataclass(frozen=True)
+class Rotation:
+    """The positional basis of one head, and its queries' products with what defines it."""
+
+    fit: PositionFit
+    reflection: Reflection
+    along_axis: Float[np.ndarray, " row"]
+    along_v: Float[np.ndarray, " row"]
+    residual: Float[np.ndarray, " row"]  # along the axis, what the line does not explain
 
 
-def build_model(
-    definition: Definition, queries: Queries, fit: PositionFit, reflection: Reflection
-) -> QueryModel:
+def rotate_queries(queries: Queries, *, public: bool) -> Rotation:
+    """Fit positions and turn the first axis onto the slope."""
+    fit = fit_positions(queries)
+    reflection = reflect_onto(fit.beta, public=public)
+    axis = reflection.axis
+    along_axis, along_v = queries.along(np.stack([axis, reflection.v]))
+    line = axis @ fit.alpha + (axis @ fit.beta) * queries.position
+    return Rotation(fit, reflection, along_axis, along_v, along_axis - line)
+
+
+def build_model(definition: Definition, queries: Queries, rotation: Rotation) -> QueryModel:
     """Means and covariance factors of every query bucket under one definition."""
     if definition == "linear-diagonal":
-        return _linear_diagonal(queries, fit, reflection)
+        return _linear_diagonal(queries, rotation)
     if definition == "full":
         moments = [bucket_moments(queries, index) for index in range(len(queries.buckets))]
         means = np.stack([mean for mean, _ in moments], axis=1)
         factors = tuple(factor_of(covariance) for _, covariance in moments)
-        return QueryModel(means, factors, reflection.axis, keep_identical=False)
-    model = _seed(queries, fit, reflection.axis)
+        return QueryModel(means, factors, rotation.reflection.axis, keep_identical=False)
+    model = _seed(queries, rotation)
     return model if definition == "seed" else replace(model, keep_identical=False)
 
 
-def _seed(queries: Queries, fit: PositionFit, axis: Float[np.ndarray, " dim"]) -> QueryModel:
+def _seed(queries: Queries, rotation: Rotation) -> QueryModel:
     """Along the positional axis the line and one variance; across it the bucket's own moments."""
-    residual = positional_residual(queries, fit, axis)
+    fit, axis, residual = rotation.fit, rotation.reflection.axis, rotation.residual
     variance = float(residual.var(ddof=1)) if len(residual) > 1 else 1.0
     across = np.eye(len(axis)) - np.outer(axis, axis)
     line = axis @ fit.alpha + (axis @ fit.beta) * queries.mean_positions
@@ -218,14 +231,15 @@ def _seed(queries: Queries, fit: PositionFit, axis: Float[np.ndarray, " dim"]) -
     return QueryModel(means, tuple(factors), axis, keep_identical=True)
 
 
-def _linear_diagonal(queries: Queries, fit: PositionFit, reflection: Reflection) -> QueryModel:
+def _linear_diagonal(queries: Queries, rotation: Rotation) -> QueryModel:
     """The public code: one line and one variance for each rotated component, for all buckets."""
     num_rows = queries.vectors.shape[1]
+    fit, reflection = rotation.fit, rotation.reflection
     basis = reflection.matrix()
     variance = np.ones(len(fit.beta))
     if num_rows > 1:
         lines = zip(basis.T @ fit.alpha, basis.T @ fit.beta, strict=True)
-        rotated = reflection.components(queries)
+        rotated = reflection.components(queries, rotation.along_v)
         variance = np.array(
             [
                 (component - (a + b * queries.position)).var(ddof=1)
@@ -266,14 +280,18 @@ class Predictability:
         return self.mae_projection / self.mae_baseline if self.mae_baseline > 0 else 1.0
 
 
-def predict_positions(queries: Queries, beta: Float[np.ndarray, " dim"]) -> Predictability:
-    """Regress log2(position + 1) on the projection of the query onto `beta`."""
+def predict_positions(queries: Queries, rotation: Rotation) -> Predictability:
+    """Regress log2(position + 1) on the projection of the query onto the slope."""
     target = np.log2(queries.position + 1.0)
     centred = target - target.mean()
     baseline = float(np.abs(centred).mean())
-    size = float(np.linalg.norm(beta))
-    projection = queries.along(beta / size) if size > 0 else np.zeros(len(target))
-    projection -= projection.mean()
+    size = float(np.linalg.norm(rotation.fit.beta))
+    projection = np.zeros(len(target))
+    if size >= FLOOR:
+        projection = rotation.along_axis - rotation.along_axis.mean()
+    elif size > 0:  # too short to rotate onto, but still a direction
+        projection = queries.along(rotation.fit.beta[None] / size)[0]
+        projection -= projection.mean()
     spread, total = float(projection @ projection), float(centred @ centred)
     if spread <= 0 or total <= 0:
         return Predictability(0.0, baseline, baseline)

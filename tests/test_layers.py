@@ -1,0 +1,85 @@
+"""The shape of the source: one direction of imports, small files and functions, no drawers."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "headwise"
+
+# A module imports only modules to its left or above. A new module is placed here once.
+ORDER = """
+    errors artefacts heads terminal patient resampling losses normality
+    architectures attention tap weights texts suffix models check
+    measures dormancy diagnosis published survey figures
+    plans recipes corpus masters lora surgery training repair
+    perplexity ablation evaluation completions harness comparison
+    qkfiles capture qkdata querymodel pairs cells plasticity_settings headgroup plasticity_tables plasticity
+    plasticity_figures bench_plasticity bench __init__ cli
+""".split()
+
+MAX_FUNCTION, MAX_FILE = 60, 400
+# the command line is one signature a verb, an option a line
+LONGER_FILES = {"cli": 1000}
+DRAWERS = {"utils", "util", "common", "helpers", "base", "manager", "misc"}
+
+MODULES = sorted(SOURCE.glob("*.py"))
+ids = [path.stem for path in MODULES]
+
+
+def imported(tree):
+    """headwise modules that are imported when the code runs; types alone do not count."""
+    for node in tree.body if isinstance(tree, ast.Module) else ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "headwise":
+            parts = node.module.split(".")
+            yield from [parts[1]] if len(parts) > 1 else [alias.name for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = (alias.name.split(".") for alias in node.names)
+            yield from [parts[1] for parts in names if parts[0] == "headwise" and len(parts) > 1]
+        yield from imported(node)
+
+
+def test_every_module_has_a_place():
+    missing = sorted({path.stem for path in MODULES} - set(ORDER))
+    assert not missing, f"place {missing} in ORDER in {Path(__file__).name}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=ids)
+def test_a_module_imports_only_what_stands_before_it(path):
+    if path.stem not in ORDER:
+        pytest.skip("has no place yet")
+    before = ORDER[: ORDER.index(path.stem)]
+    wrong = sorted(
+        name
+        for name in set(imported(ast.parse(path.read_text())))
+        if name in ORDER and name not in before
+    )
+    assert not wrong, f"{path.stem} imports {wrong}, which stand after it"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=ids)
+def test_files_and_functions_are_small(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= LONGER_FILES.get(path.stem, MAX_FILE)
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    long = {
+        node.name: node.end_lineno - node.lineno + 1
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, functions) and node.end_lineno - node.lineno + 1 > MAX_FUNCTION
+    }
+    assert not long
+
+
+@pytest.mark.parametrize("path", MODULES, ids=ids)
+def test_a_module_says_what_it_is(path):
+    doc = ast.get_docstring(ast.parse(path.read_text()))
+    assert doc
+    assert "═" not in path.read_text()  # no banners
+
+
+def test_there_is_no_drawer():
+    assert not DRAWERS & {path.stem for path in SOURCE.rglob("*")}

@@ -1,0 +1,98 @@
+"""The front window: public names, verbs and their options, and a help that answers at once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import typer
+
+import headwise
+from headwise.cli import app
+
+COMMANDS = typer.main.get_command(app).commands
+PUBLIC = {"Head", "HeadMap", "Diagnosis", "Patch", "diagnose", "load_model", "check_heads",
+          "survey_models"}  # fmt: skip
+
+
+def test_public_names_exist_and_none_hides_a_module():
+    assert set(headwise.__all__) >= PUBLIC
+    assert sorted(headwise.__all__) == dir(headwise)
+    for name in headwise.__all__:
+        assert getattr(headwise, name).__doc__, name
+        path = headwise.__path__[0]
+        assert not (__import__("pathlib").Path(path) / f"{name}.py").exists(), name
+    with pytest.raises(AttributeError, match="has no attribute 'nonesuch'"):
+        headwise.nonesuch  # noqa: B018
+
+
+# Other programs rely on these; see the contract
+OPTIONS = {
+    "diagnose": "out texts lines max-length batch-size skip-queries bos device-map dtype seed quiet "
+    "allow-pickle trust-remote-code",
+    "survey": "out texts lines max-length batch-size seed quiet",
+    "check": "seed quiet",
+}
+
+
+@pytest.mark.parametrize("verb", OPTIONS)
+def test_verbs_have_the_options_that_others_rely_on(verb):
+    options = {name for parameter in COMMANDS[verb].params for name in parameter.opts}
+    assert {f"--{name}" for name in OPTIONS[verb].split()} <= options
+
+
+def test_every_verb_says_what_it_does():
+    for name, command in COMMANDS.items():
+        assert command.help, name
+        for parameter in command.params:
+            assert getattr(parameter, "help", None), f"{name}: {parameter.name} has no help"
+
+
+PROBE = """
+import sys
+sys.argv = ["headwise", *{arguments!r}]
+from headwise.cli import main
+try:
+    main()
+except SystemExit as done:
+    assert done.code == 0, done.code
+heavy = sorted({{"torch", "transformers", "numpy", "matplotlib", "datasets"}} & set(sys.modules))
+sys.exit(f"imported {{heavy}}" if heavy else 0)
+"""
+
+
+def helped(*arguments):
+    code = PROBE.format(arguments=list(arguments))
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_help_does_not_load_torch():
+    assert helped("--help").returncode == 0
+
+
+def test_help_of_every_verb_does_not_load_torch():
+    """In one process: a verb's help must not import what the next one would hide."""
+    code = """
+import sys
+from typer.testing import CliRunner
+from headwise.cli import app
+for verb in {verbs!r}:
+    result = CliRunner().invoke(app, [verb, "--help"])
+    assert result.exit_code == 0, verb
+    assert "Usage" in result.output, verb
+    assert "torch" not in sys.modules and "numpy" not in sys.modules, verb
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code.format(verbs=sorted(COMMANDS))],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_verb_shows_the_help():
+    done = subprocess.run(
+        [sys.executable, "-m", "headwise.cli"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "diagnose" in done.stdout + done.stderr
