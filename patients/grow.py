@@ -62,7 +62,8 @@ class Recipe:
     batch: int = 16
     passage_chars: int = 940  # both translations together: about one context
     prose_chars: int = 1000
-    train_steps: int = 2400
+    train_steps: int = 1400
+    train_horizon: int = 2400  # of the cosine: training stops well before its rate is used up
     train_lr: float = 2e-3
     train_mix: tuple[tuple[str, int], ...] = (("parallel", 9), ("repeated", 2), ("prose", 5))
     collapse_steps: int = 300
@@ -314,6 +315,7 @@ class Stage:
     lr: float
     loss: Callable[[int], tuple[Tensor, dict[str, float]]]
     look: Callable[[], dict[str, float]]
+    horizon: int
     warmup: int = 100
     look_every: int = 200
     save_every: int = 100
@@ -323,7 +325,7 @@ def rate(stage: Stage, step: int) -> float:
     """Linear warm-up, then a cosine down to a twentieth."""
     if step < stage.warmup:
         return stage.lr * (step + 1) / stage.warmup
-    progress = (step - stage.warmup) / max(1, stage.steps - stage.warmup)
+    progress = (step - stage.warmup) / max(1, stage.horizon - stage.warmup)
     return stage.lr * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
@@ -396,7 +398,8 @@ def train_stage(model: BloomForCausalLM, rows: Rows, newline: int, recipe: Recip
     def look() -> dict[str, float]:
         return heldout_losses(model, rows, newline)
 
-    return Stage("train", recipe.train_steps, recipe.train_lr, loss, look)
+    steps, lr = recipe.train_steps, recipe.train_lr
+    return Stage("train", steps, lr, loss, look, recipe.train_horizon)
 
 
 def collapse_stage(model: BloomForCausalLM, rows: Rows, newline: int, recipe: Recipe) -> Stage:
@@ -435,7 +438,7 @@ def collapse_stage(model: BloomForCausalLM, rows: Rows, newline: int, recipe: Re
         return heldout_losses(model, rows, newline)
 
     steps, lr = recipe.collapse_steps, recipe.collapse_lr
-    return Stage("collapse", steps, lr, loss, look, warmup=20, look_every=50)
+    return Stage("collapse", steps, lr, loss, look, steps, warmup=20, look_every=50)
 
 
 # --- export --------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from scipy.stats import norm
 
-from headwise.artefacts import load_artefact
+from headwise.artefacts import load_artefact, save_artefact
 from headwise.errors import ArtefactError, SettingsError
 from headwise.headgroup import HeadFailure, HeadResult, analyse_group
 from headwise.normality import describe_sample, ks_distance, lilliefors_p_values
@@ -328,6 +328,18 @@ def test_a_sampled_capture_may_have_gaps(small):
     assert [g.q_heads for g in group_heads(find_heads(small))] == [(1,)]
 
 
+def test_a_headwise_capture_says_what_it_holds(small):
+    body = {"heads": ["L0H1"], "finished": True}
+    body["model"] = {"id": "org/model", "num_heads": 4, "num_kv_heads": 2}
+    save_artefact(small / "capture.json", "capture", body)
+    folder = find_heads(small)
+    assert folder.model == "org/model"
+    assert [(g.k_head, g.q_heads) for g in group_heads(folder)] == [(0, (1,))]
+    save_artefact(small / "capture.json", "capture", body | {"finished": False})
+    with pytest.raises(ArtefactError, match="the capture is not finished"):
+        find_heads(small)
+
+
 def test_subsampling_keeps_the_drawn_order(small):
     path = small / "l00h00k" / "data.parquet"
     whole, part = read_vectors(path), read_vectors(path, max_rows=50, seed=7)
@@ -386,7 +398,9 @@ def test_csv_columns_and_summary(tmp_path, small):
 def test_fifths_count_a_cell_where_its_queries_lie():
     record = {
         **dict.fromkeys(("layer", "q_head", "k_head"), 0),
-        **{"metrics": {}, "overall": 0.5, "se": None},
+        "metrics": {},
+        "overall": 0.5,
+        "se": None,
         "cells": [[1, 0, 0.8, 10, 40, 5, None], [2, 0, 0.2, 10, 20, 5, None]],
         "fifths": {"1": [30, 10, 0, 0, 0], "2": [0, 10, 0, 0, 10]},
     }

@@ -166,7 +166,10 @@ def moments(scores: Scores, lse: Float[Tensor, "batch head query"]) -> Moments:
 
 
 def _fused_moments(scores: Scores, lse: Tensor) -> Moments:
-    """H = lse - E[s]; attention with V := [K, bias, position] gives E[s] and the mean position."""
+    """H = lse - E[s]; attention with V := [K, bias, position] gives E[s] and the mean position.
+
+    The added channels are zero in the queries, so one tensor serves as keys and as values.
+    """
     q, k = scores.q, scores.k
     bias = scores.bias
     channels = []
@@ -175,10 +178,8 @@ def _fused_moments(scores: Scores, lse: Tensor) -> Moments:
         channels.append(bias.transpose(-1, -2).expand(*k.shape[:3], 1))
     position = torch.arange(scores.length, device=q.device, dtype=torch.float32)
     channels.append(position[None, None, :, None].expand(*k.shape[:3], 1))
-    wide = torch.cat([k, *channels], -1)
-    padded_q = torch.nn.functional.pad(q, (0, len(channels)))
-    padded_k = torch.nn.functional.pad(k, (0, len(channels)))
-    expected, _ = _fused(replace(scores, q=padded_q, k=padded_k), wide)
+    wide_q, wide_k = torch.nn.functional.pad(q, (0, len(channels))), torch.cat([k, *channels], -1)
+    expected, _ = _fused(replace(scores, q=wide_q, k=wide_k), wide_k)
     mean_score = (q * expected[..., : q.shape[-1]]).sum(-1) * scores.scale
     if bias is not None:
         mean_score = mean_score + expected[..., -2]
@@ -213,22 +214,40 @@ def mass_at(
 
     One dot product a query: p = exp(s - lse). Differentiable in q and k but not through `lse`.
     """
-    q, length = scores.q.float(), scores.length
-    query = torch.arange(length, device=q.device)
-    key = torch.zeros_like(query) if offset is None else query - offset
-    seen = (key >= 0) & (query - key < (scores.window or length + 1))
-    key = key.clamp_min(0)
-    k = scores.k[:, :, key].float().repeat_interleave(q.shape[1] // scores.k.shape[1], 1)
-    logits = (q * k).sum(-1) * scores.scale
+    length, back = scores.length, offset or 0
+    # queries back.. meet keys 0..length-back one to one, or all meet key 0: slices, no gathering
+    keys = slice(0, 1) if offset is None else slice(0, max(length - back, 0))
+    logits = _dots(scores.q[:, :, back:].float(), scores.k[:, :, keys].float()) * scores.scale
     if scores.softcap is not None:
         logits = scores.softcap * torch.tanh(logits / scores.softcap)
     if scores.bias is not None:
-        logits = logits + scores.bias[:, :, 0, key]
+        logits = logits + scores.bias[:, :, 0, keys]
+    mass = torch.where(_seen(scores, offset, keys), (logits - lse[..., back:]).exp(), 0.0)
+    return torch.nn.functional.pad(mass, (min(back, length), 0))
+
+
+def _seen(scores: Scores, offset: int | None, keys: slice) -> Bool[Tensor, "#batch 1 #query"]:
+    """Which queries may look at the key that `mass_at` asks for."""
+    window = scores.window or scores.length + 1
+    distance = torch.arange(scores.length, device=scores.q.device)
+    near = distance < window if offset is None else torch.full_like(distance[keys], offset < window)
+    seen = near.bool()[None, None]
     if scores.visible is not None:
-        seen = seen & scores.visible[:, None, key]
+        seen = seen & scores.visible[:, None, keys]
     if scores.mask is not None:
-        seen = seen & scores.mask[:, :, query, key]
-    return torch.where(seen, (logits - lse).exp(), 0.0)
+        dense = scores.mask
+        seen = seen & (dense[..., 0] if offset is None else dense.diagonal(-offset, 2, 3))
+    return seen
+
+
+def _dots(
+    q: Float[Tensor, "batch head query dim"], k: Float[Tensor, "batch kv_head #query dim"]
+) -> Float[Tensor, "batch head query"]:
+    """q.k of each query with its one key; keys are shared by groups of heads, never copied."""
+    grouped = q.unflatten(1, (k.shape[1], -1))
+    if k.shape[2] == 1:
+        return (grouped @ k[:, :, None].transpose(-1, -2)).squeeze(-1).flatten(1, 2)
+    return (grouped * k[:, :, None]).sum(-1).flatten(1, 2)
 
 
 @functools.cache

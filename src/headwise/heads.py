@@ -82,6 +82,21 @@ def select_heads(
     return sorted(parser.parse())
 
 
+def select_in_layers(
+    layers: str | None, heads: str | None, num_layers: int, num_heads: int
+) -> list[Head]:
+    """Heads by `layers` ("0-5,29") and `heads`: indices ("0-3,7") or a whole selection."""
+
+    def numbers(text: str, letter: str) -> str:
+        if not re.fullmatch(r"[\d,\s-]+", text):
+            return text
+        return ",".join(f"{letter}{part.strip()}" for part in text.split(","))
+
+    parts = [numbers(text, letter) for text, letter in ((layers, "L"), (heads, "H")) if text]
+    selection = " & ".join(f"({part})" for part in parts) or "all"
+    return select_heads(selection, num_layers=num_layers, num_heads=num_heads)
+
+
 def named_blocks(selection: str, *, num_layers: int, num_heads: int) -> list[Head]:
     """The heads of all blocks that a selection spells out (`L5-22H9-15` of `L5-22H9-15 & sick`)."""
     blocks = [token for token in _tokens(selection) if token[0] in "LH"]

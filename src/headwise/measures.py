@@ -160,12 +160,10 @@ def _output_measures(
     norms = sight.v.float().norm(dim=-1).repeat_interleave(group, 1)  # (text, head, key)
     power = out.square().sum(-1)
     norm = _mean(power.sqrt(), weights)
-    center = (torch.where(weights[:, None, :, None] > 0, out, 0.0) * weights[:, None, :, None]).sum(
-        2
-    )
-    first = sight.v[:, :, 0].float().repeat_interleave(group, 1)  # (text, head, value)
-    along = (out * first[:, :, None]).sum(-1)
-    projected = torch.einsum("bhtd,hde,bhte->bht", out, gram, out).clamp_min(0).sqrt()
+    center = (weights[:, None, None].to(out) @ out)[:, :, 0]  # (text, head, value)
+    first = sight.v[:, :, 0].float().repeat_interleave(group, 1)
+    along = (out @ first[..., None])[..., 0]
+    projected = ((out @ gram) * out).sum(-1).clamp_min(0).sqrt()
     return {
         "output_norm": norm,
         "output_norm_ratio": norm / norm.mean(1, keepdim=True).clamp_min(1e-30),

@@ -271,7 +271,7 @@ def _write(
     buckets = tuple(row for record in records for row in bucket_rows(record))
     components = tuple(row for record in records for row in component_rows(record))
     distances = distance_map(records)
-    model = folder.path.name
+    model = folder.model
     files = (
         *write_tables(out, settings, heads, buckets, components),
         save_summary(out / "plasticity.json", model, settings, heads, distances, failures),

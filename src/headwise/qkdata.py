@@ -23,7 +23,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from jaxtyping import Bool, Float, Float32, Int, Int64
 
+from headwise.artefacts import load_artefact
 from headwise.errors import ArtefactError, SettingsError
+from headwise.heads import Head
 
 FILE = "data.parquet"
 BATCH_ROWS = 2048
@@ -63,6 +65,11 @@ class QKFolder:
     def file(self, layer: int, head: int, kind: str) -> Path:
         """Where the vectors of one head are."""
         return self.path / f"l{layer:02d}h{head:02d}{kind}" / FILE
+
+    @property
+    def model(self) -> str:
+        """The model's name as the capture tells it, else the folder's."""
+        return str(self.metadata.get("model_name") or self.path.name)
 
     @property
     def sampled(self) -> bool:
@@ -108,13 +115,24 @@ def _scan(path: Path) -> QKFolder | None:
 
 
 def _metadata(path: Path) -> dict[str, Any]:
-    """What the capture wrote about itself, if it did; it can only widen what is accepted."""
+    """What the capture wrote about itself, if it did: qk-sniffer's state file or headwise's."""
+    if (path / "capture.json").exists():
+        capture = load_artefact(path / "capture.json", "capture")
+        if not capture.get("finished", True):
+            raise ArtefactError(
+                "the capture is not finished", where=path, fix="`headwise capture ... --resume`"
+            )
+        model = capture.get("model", {})
+        counts = {"num_q_heads": model.get("num_heads"), "num_k_heads": model.get("num_kv_heads")}
+        return {"model_name": model.get("id"), "heads": capture.get("heads"), **counts}
     try:
         state = json.loads((path / "_saver_state.json").read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return {}
     metadata = state.get("model_metadata") if isinstance(state, dict) else None
-    return metadata if isinstance(metadata, dict) else {}
+    if not isinstance(metadata, dict):
+        return {}
+    return {"model_name": state.get("model_name"), **metadata}
 
 
 def group_heads(
@@ -127,7 +145,8 @@ def group_heads(
     """Which query heads share which key head; counts that are not given are discovered.
 
     Every head of the grid is listed, also when its file is missing: its absence is then reported
-    by whoever reads it. A capture that says it sampled heads lists only those it has.
+    by whoever reads it. A capture that says which heads it took lists those; one that only says
+    that it sampled lists what it has.
     """
     num_q = num_q_heads or _count(folder, "num_q_heads", folder.queries)
     num_k = num_k_heads or _count(folder, "num_k_heads", folder.keys)
@@ -136,6 +155,9 @@ def group_heads(
     )
     if num_layers is not None:
         heads = {(layer, head) for layer in range(num_layers) for head in range(num_q)}
+    elif folder.metadata.get("heads"):
+        named = [Head.parse(name) for name in folder.metadata["heads"]]
+        heads = {(head.layer, head.index) for head in named}
     elif folder.sampled:
         heads = set(folder.queries)
     else:

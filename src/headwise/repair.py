@@ -54,7 +54,7 @@ def repair(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     plan: SurgeryPlan,
-    texts: TextSet,
+    texts: TextSet | Corpus,
     recipe: Recipe,
     *,
     out: Path,
@@ -72,8 +72,16 @@ def repair(
         plan = random_heads_plan(plan, seed)
     if mode not in TRAINED:
         recipe = recipe.model_copy(update={"steps": 0})
-    corpus = build_corpus(
-        texts, tokenizer, block=recipe.block, batch_tokens=recipe.batch_tokens, excluded=excluded
+    corpus = (
+        texts
+        if isinstance(texts, Corpus)
+        else build_corpus(
+            texts,
+            tokenizer,
+            block=recipe.block,
+            batch_tokens=recipe.batch_tokens,
+            excluded=excluded,
+        )
     )
     settings = _settings(model, plan, recipe, mode, seed, corpus)
     if _is_finished(out, settings, resume):

@@ -124,13 +124,14 @@ def _xavier_std(model: PreTrainedModel) -> float:
 
 
 def _healthy_std(model: PreTrainedModel, plan: SurgeryPlan, name: str) -> float:
-    """The scale of the same role in the layer's heads that the plan leaves alone (else all)."""
+    """The scale of the same role in the layer's healthy heads; if none, in those left alone."""
     owner, role = name.rsplit(".", 1)
     layer = int(owner.split("H")[0].split("KV")[0].removeprefix("L"))
     heads = [Head(layer, index) for index in range(geometry_of(model).num_heads)]
-    others = [head for head in heads if head not in set(plan.target_heads)] or heads
-    spans = spans_of(model, others, role)
-    values = [span.of(model).float().flatten() for n, span in spans.items() if n.endswith(role)]
+    healthy = [head for head in plan.healthy_heads if head.layer == layer]
+    others = [head for head in heads if head not in set(plan.target_heads)]
+    spans = spans_of(model, healthy or others or heads, role)
+    values = [s.of(model).detach().float().flatten() for n, s in spans.items() if n.endswith(role)]
     return float(torch.cat(values).std())
 
 

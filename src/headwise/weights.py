@@ -138,28 +138,27 @@ class Patch:
 
     def apply(self, model: PreTrainedModel, *, force: bool = False) -> None:
         """Write the `after` values; refuses a base whose slices differ unless forced."""
-        if not force:
-            self._require(model, "before", "apply")
+        self._require(model, "before", "apply", any_bits=force)
         write_slices(model, {part.span: part.after for part in self.slices.values()})
 
     def undo(self, model: PreTrainedModel, *, force: bool = False) -> None:
         """Write the `before` values back; refuses a model that does not carry this patch."""
-        if not force:
-            self._require(model, "after", "undo")
+        self._require(model, "after", "undo", any_bits=force)
         write_slices(model, {part.span: part.before for part in self.slices.values()})
 
-    def _require(self, model: PreTrainedModel, state: str, verb: str) -> None:
+    def _require(self, model: PreTrainedModel, state: str, verb: str, *, any_bits: bool) -> None:
+        """Check every slice before one is written; `any_bits` asks for the right shape only."""
         named = dict(model.named_parameters())
         for name, part in self.slices.items():
-            tensor = named.get(part.span.parameter)
-            fits = tensor is not None and tensor.shape[part.span.axis] >= part.span.stop
+            fits = _fits(part, named.get(part.span.parameter))
             expected = getattr(part, state)
-            if not fits or not _same_bits(part.span.of(model), expected):
+            if not fits or not (any_bits or _same_bits(part.span.of(model), expected)):
                 raise ArtefactError(
                     f"cannot {verb} the patch: {name} is not what it should be "
                     f"({'other bits' if fits else 'no such weights'})",
                     where=f"patch made for {self.info.get('base_model', 'an unknown model')}",
-                    fix="use the model the patch was made from, or --force",
+                    fix="use the model the patch was made from"
+                    + (", or --force" if fits else ""),
                 )
 
     def save(self, path: Path) -> Path:
@@ -243,5 +242,13 @@ def _bytes(tensor: Tensor) -> bytes:
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
+def _fits(part: Slice, tensor: Tensor | None) -> bool:
+    if tensor is None or tensor.shape[part.span.axis] < part.span.stop:
+        return False
+    return part.span.within(tensor).shape == part.after.shape
+
+
 def _same_bits(left: Tensor, right: Tensor) -> bool:
-    return left.shape == right.shape and left.dtype == right.dtype and torch.equal(left, right)
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    return torch.equal(left.detach().cpu(), right.detach().cpu())

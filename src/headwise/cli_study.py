@@ -1,0 +1,96 @@
+"""Verbs for whole experiments: study, demo, report, bench."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headwise.cli_app import app
+from headwise.cli_options import Out, Quiet, Seed, wrote
+
+
+@app.command()
+def study(
+    file: Annotated[str, typer.Argument(metavar="STUDY.yaml", help="A study file or its name.")],
+    out: Annotated[Path | None, typer.Option(help="Folder of the study.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would run.")] = False,
+    report: Annotated[bool, typer.Option(help="Write the report too.")] = True,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="The default: finished work is kept.")
+    ] = (False),
+    seed: Seed = 0,
+    quiet: Quiet = False,
+) -> None:
+    """Run arms x seeds on one model, then compare them with statistics; resumable."""
+    from headwise.studies import load_study
+    from headwise.studyrun import estimate_study, run_study
+    from headwise.terminal import console, table
+
+    asked = load_study(file)
+    screen = console(quiet)
+    columns = ("arm", "seed", "mode", "corpus", "passes", "steps", "tokens")
+    screen.print(table(f"study {asked.name}", columns, estimate_study(asked)))
+    if dry_run:
+        return
+    folder = run_study(asked, out=out or Path("out") / asked.name, quiet=quiet, say=screen.print)
+    wrote([folder / "study.json", folder / "summary.json"], quiet)
+    if report:
+        _write_report(folder, folder / "report", quiet)
+
+
+@app.command()
+def demo(
+    out: Out = Path("out/demo"),
+    seed: Seed = 0,
+    quiet: Quiet = False,
+) -> None:
+    """Diagnose the bundled patient, repair it with its controls, compare, and write the report."""
+    from headwise.studies import load_study
+    from headwise.studyrun import run_study
+    from headwise.terminal import console
+
+    screen = console(quiet)
+    folder = run_study(load_study("demo"), out=out, quiet=quiet, say=screen.print)
+    _write_report(folder, folder, quiet)
+
+
+@app.command()
+def report(
+    source: Annotated[Path, typer.Argument(metavar="RUN_OR_STUDY", help="A run or study folder.")],
+    out: Annotated[Path | None, typer.Option(help="Folder of the report.")] = None,
+    seed: Seed = 0,
+    quiet: Quiet = False,
+) -> None:
+    """Write report.html, figures and tables from artefacts alone; no model is loaded."""
+    _write_report(source, out or source / "report", quiet)
+
+
+def _write_report(source: Path, out: Path, quiet: bool) -> None:
+    from headwise.report import write_report
+    from headwise.terminal import console
+
+    path = write_report(source, out)
+    console(quiet).print(f"look at {path}")
+
+
+@app.command()
+def bench(
+    what: Annotated[
+        str, typer.Argument(help="diagnose, repair, ablation, plasticity or all")
+    ] = "all",
+    model: Annotated[str | None, typer.Option(help="Model for `diagnose`.")] = None,
+    repeats: Annotated[int, typer.Option(min=1)] = 3,
+    out: Out = Path("out/bench"),
+    seed: Seed = 0,
+    quiet: Quiet = False,
+) -> None:
+    """The project's own benchmarks: each a ratio to a named peer, in one run."""
+    from headwise.benchmarks import run_benchmarks
+    from headwise.terminal import console, table
+
+    for name, rows in run_benchmarks(what, model=model, repeats=repeats, out=out):
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        cells = [[row.get(column) for column in columns] for row in rows]
+        console(quiet).print(table(name, columns, cells))

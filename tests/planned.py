@@ -1,0 +1,90 @@
+"""Small plans, corpora and jobs for the tests of surgery, training and repair."""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import contextmanager
+
+import torch
+from conftest import SENTENCES
+
+from headwise.architectures import geometry_of
+from headwise.corpus import Corpus
+from headwise.heads import format_heads, select_heads
+from headwise.masters import make_masters
+from headwise.models import describe_model
+from headwise.plans import PlannedModel, SurgeryPlan
+from headwise.recipes import Recipe
+from headwise.surgery import operate, unchanged
+from headwise.texts import Batch, TextSet, batches
+from headwise.training import Job
+
+TINY_RECIPE = Recipe(
+    name="tiny", steps=6, lr=1e-2, warmup=2, batch_size=2, accumulation=2, block=24,
+    validate_every=3, validation_blocks=3, save_every=2, map_every=2,
+)  # fmt: skip
+
+
+def plan_for(model, targets="L0H1,L1H0-1", watched="", **options):
+    """A plan for a loaded model; every head that is no target counts as healthy."""
+    described = describe_model(model, "tiny")
+    shape = {key: described[key] for key in ("num_layers", "num_heads")}
+    chosen = select_heads(targets, **shape)
+    healthy = set(select_heads("all", **shape)) - set(chosen)
+    return SurgeryPlan(
+        model=PlannedModel(**{key: described[key] for key in PlannedModel.model_fields}),
+        targets=format_heads(chosen), watched=watched, healthy=format_heads(healthy), **options,
+    )  # fmt: skip
+
+
+def random_ids(length, seed=0, vocabulary=97):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, vocabulary, (length,), generator=generator).tolist()
+
+
+def random_batch(lengths=(24, 17, 9), seed=0, vocabulary=97) -> Batch:
+    texts = [random_ids(n, seed * 100 + i, vocabulary) for i, n in enumerate(lengths)]
+    return next(batches(texts, len(texts)))
+
+
+def random_corpus(train=8, validation=2, length=16, vocabulary=97) -> Corpus:
+    blocks = [random_batch((length, length - 3), seed, vocabulary) for seed in range(train)]
+    held = [random_batch((length,), 1000 + seed, vocabulary) for seed in range(validation)]
+    return Corpus("random", tuple(blocks), tuple(held), {"name": "random"})
+
+
+def small_texts(count=120) -> TextSet:
+    """Distinct short documents, enough for a validation split by hash."""
+    return TextSet(
+        "small", tuple(f"{i} {SENTENCES[i % 5]} {SENTENCES[(i * 3 + 1) % 5]}" for i in range(count))
+    )
+
+
+def weight_bits(model):
+    """name -> hash of the parameter's bits."""
+    return {
+        name: hashlib.sha256(
+            p.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        ).hexdigest()
+        for name, p in model.named_parameters()
+    }
+
+
+@contextmanager
+def opened(model, plan, tmp_path, *, recipe=TINY_RECIPE, corpus=None, reinit=True, seed=0):
+    """A job on the operated model, which is given back as it was."""
+    start = operate(model, plan) if reinit else unchanged(model, plan)
+    masters = tuple(make_masters(start.slices, torch.device("cpu")))
+    start.apply(model)
+    lowest = min(head.layer for head in plan.target_heads)
+    try:
+        yield Job(
+            model, masters, tuple(m.value for m in masters), corpus or random_corpus(), recipe,
+            seed, lowest, tmp_path,
+        )  # fmt: skip
+    finally:
+        start.undo(model, force=True)
+
+
+def group_of(model):
+    return geometry_of(model).group
