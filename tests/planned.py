@@ -6,8 +6,8 @@ import hashlib
 from contextlib import contextmanager
 
 import torch
-from conftest import SENTENCES
 
+from conftest import SENTENCES
 from headwise.architectures import geometry_of
 from headwise.corpus import Corpus
 from headwise.heads import format_heads, select_heads

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import yaml
-from conftest import tiny_model
-from planned import plan_for
 
+from conftest import tiny_model
 from headwise.diagnosis import Thresholds, diagnosis_from
 from headwise.errors import ArtefactError, SelectionError, SettingsError
 from headwise.heads import Head, format_heads
@@ -15,6 +14,7 @@ from headwise.models import describe_model
 from headwise.plans import SurgeryPlan, make_plan, operated_groups
 from headwise.published import published_diagnoses
 from headwise.surgery import plan_spans
+from planned import plan_for
 
 
 def diagnosed(mass, num_kv_heads=None, entropy=None):
@@ -179,7 +179,7 @@ def test_a_plan_survives_its_file(bloom, tmp_path):
     path = plan.save(tmp_path / "plan.yaml")
     assert SurgeryPlan.load(path) == plan
     body = yaml.safe_load(path.read_text())
-    assert list(body)[0] == "schema"
+    assert next(iter(body)) == "schema"
     assert body["schema"] == "headwise.plan/1"
     before = path.read_bytes()
     assert SurgeryPlan.load(path).save(path).read_bytes() == before

@@ -19,7 +19,6 @@ from headwise.errors import ArtefactError, SettingsError
 from headwise.headgroup import HeadFailure, HeadResult, analyse_group
 from headwise.normality import describe_sample, ks_distance, lilliefors_p_values
 from headwise.plasticity import compute_plasticity, load_settings
-from headwise.plasticity_figures import plasticity_figures, plot_before_and_after
 from headwise.plasticity_settings import PlasticitySettings
 from headwise.plasticity_tables import head_row
 from headwise.qkdata import find_heads, group_heads, read_vectors
@@ -551,6 +550,17 @@ def test_settings_are_checked(tmp_path):
         load_settings(tmp_path / "none.yaml")
 
 
+def test_a_cluster_that_is_not_there_is_told(tmp_path, small):
+    with pytest.raises(SettingsError, match="the dask backend needs a scheduler"):
+        compute_plasticity(small, out=tmp_path / "out", backend="dask")
+
+
+def test_options_come_as_the_command_line_gives_them(tmp_path, small):
+    result = compute_plasticity(small, out=tmp_path / "out", pairs="7", heads="L0H1", seed=None)
+    assert [row["q_head"] for row in result.heads] == [1]
+    assert {row["n_pairs"] for row in result.buckets} == {7}
+
+
 def test_a_config_names_heads_that_must_exist(tmp_path, small):
     shutil.rmtree(small / "l00h01q")
     config = small.parent / "c.yaml"
@@ -576,6 +586,8 @@ def test_shipped_configs_load():
 
 
 def test_figures_are_drawn(tmp_path, small):
+    from headwise.plasticity_figures import plasticity_figures, plot_before_and_after
+
     result = compute_plasticity(small, out=tmp_path / "out")
     paths = plasticity_figures(result, tmp_path / "figures")
     assert len(paths) == 10

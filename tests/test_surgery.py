@@ -7,10 +7,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from conftest import sharp_model, tiny_model
-from planned import plan_for, random_batch, weight_bits
 from transformers import AutoConfig
 
+from conftest import sharp_model, tiny_model
 from headwise.architectures import geometry_of, is_transposed, projection_of
 from headwise.errors import ArtefactError, SelectionError
 from headwise.heads import Head
@@ -24,6 +23,7 @@ from headwise.surgery import (
 )
 from headwise.texts import batches
 from headwise.weights import Patch, Slice, Span, head_spans
+from planned import plan_for, random_batch, weight_bits
 
 BATCH = random_batch((40, 40))
 
@@ -348,7 +348,7 @@ def test_a_damaged_or_foreign_file_is_no_patch(patch, tmp_path):
     save_file({"x": torch.zeros(2)}, path)
     with pytest.raises(ArtefactError, match="not a headwise patch"):
         Patch.load(path)
-    with pytest.raises(ArtefactError, match="patch.safetensors"):
+    with pytest.raises(ArtefactError, match=r"patch\.safetensors"):
         Patch.load(tmp_path / "missing" / "patch.safetensors")
 
 

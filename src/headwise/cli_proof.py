@@ -203,3 +203,56 @@ def capture(
     console(quiet).print(f"{rows:,} vectors of {len(captured.rows)} heads in {captured.folder}")
     if captured.note:
         console(quiet).print(f"note: {captured.note}")
+
+
+@app.command()
+def plasticity(
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="[DIR]", help="Captured vectors; all is discovered.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="A YAML file with the settings.")] = None,
+    definition: Annotated[
+        str | None, typer.Option(help="seed, full, empirical or linear-diagonal")
+    ] = None,
+    pairs: Annotated[str | None, typer.Option(help="Key pairs a cell: all, or a number.")] = None,
+    heads: Annotated[str | None, typer.Option(help="A selection such as L0-3H2.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes; default one a core.")] = None,
+    backend: Annotated[str | None, typer.Option(help="joblib or dask")] = None,
+    scheduler: Annotated[str | None, typer.Option(help="Address of a Dask scheduler.")] = None,
+    legacy_columns: Annotated[
+        bool, typer.Option("--legacy-columns", help="The public code's column names.")
+    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Keep finished heads.")] = False,
+    figures: Annotated[bool, typer.Option(help="Draw the figures too.")] = True,
+    out: Out = Path("out/plasticity"),
+    seed: Annotated[int | None, typer.Option(help="Seed of everything random.")] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Measure how easily each head's preference between two keys changes as queries move on."""
+    from headwise.plasticity import compute_plasticity
+    from headwise.plasticity_figures import plasticity_figures
+    from headwise.terminal import console, plasticity_progress, plasticity_table
+
+    if (folder is None) == (config is None):
+        raise typer.BadParameter("pass either a folder of captured vectors or --config")
+    given = {
+        "definition": choice(definition, "seed", "full", "empirical", "linear-diagonal"),
+        "pairs": pairs if pairs in (None, "all") else int(pairs),
+        "heads": heads, "max_workers": workers, "backend": choice(backend, "joblib", "dask"),
+        "scheduler": scheduler, "legacy_columns": legacy_columns or None, "seed": seed,
+    }  # fmt: skip
+    with plasticity_progress(quiet) as progress:
+        found = compute_plasticity(
+            folder or config, out=out, resume=resume, progress=progress,  # type: ignore[arg-type]
+            **{key: value for key, value in given.items() if value is not None},
+        )  # fmt: skip
+    if figures and found.heads:
+        plasticity_figures(found, out)
+    console(quiet).print(plasticity_table(found))
+    console(quiet).print(f"wrote tables, plasticity.json and figures in {out}", style="dim")
+    for failure in found.failures:
+        typer.echo(
+            f"headwise: L{failure.layer}H{failure.q_head} failed: {failure.reason}", err=True
+        )
+    if found.failures:
+        raise typer.Exit(1)

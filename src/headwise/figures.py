@@ -67,12 +67,18 @@ def _axes(figure: Figure, title: str, x: str, y: str) -> Axes:
     return axes
 
 
+def short_name(diagnosis: Diagnosis) -> str:
+    """The model's name as a title can carry it: the last part of a path, without its ending."""
+    name = str(diagnosis.model["id"]).rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf")
+    return name if len(name) <= 32 else name[:29] + "..."
+
+
 def mass_histogram(diagnosis: Diagnosis) -> Figure:
     """Histogram of first-token mass over heads (paper Fig. 1), bars coloured by the threshold."""
     mass = diagnosis.maps["first_token_mass"].ravel()
     cut = diagnosis.thresholds.sink
     figure = new_figure(6.4, 3.6)
-    title = f"{diagnosis.model['id']}: first-token mass of {mass.size} heads"
+    title = f"{short_name(diagnosis)}: first-token mass of {mass.size} heads"
     axes = _axes(figure, title, "first-token mass", "heads")
     counts, edges = np.histogram(mass, bins=50, range=(0, 1))
     colours = [RED if left >= cut else BLUE for left in edges[:-1]]
@@ -144,7 +150,7 @@ def mass_against_slope(diagnosis: Diagnosis) -> Figure:
     figure = new_figure(6.4, 3.6)
     axes = _axes(
         figure,
-        f"{diagnosis.model['id']}: shallow slopes sink",
+        f"{short_name(diagnosis)}: shallow slopes sink",
         "ALiBi slope (log)",
         "first-token mass",
     )
@@ -168,7 +174,7 @@ def position_profile(diagnosis: Diagnosis) -> Figure:
     middle = np.sqrt((starts + 0.5) * (np.array(diagnosis.profile["bucket_stop"]) - 0.5))
     figure = new_figure(6.4, 3.6)
     axes = _axes(
-        figure, f"{diagnosis.model['id']}: first-token mass along the text",
+        figure, f"{short_name(diagnosis)}: first-token mass along the text",
         "query position (log2 buckets)", "first-token mass",
     )  # fmt: skip
     sick = diagnosis.sick
@@ -211,12 +217,12 @@ def diagnosis_figures(diagnosis: Diagnosis, folder: Path) -> list[Path]:
     figures = {
         "first_token_mass_histogram": mass_histogram(diagnosis),
         "first_token_mass_map": head_heat_map(
-            mass, f"{diagnosis.model['id']}: first-token mass", "first-token mass", limits=(0, 1)
+            mass, f"{short_name(diagnosis)}\nfirst-token mass", "first-token mass", limits=(0, 1)
         ),
     }
     if "entropy" in diagnosis.maps:
         figures["entropy_map"] = head_heat_map(
-            diagnosis.maps["entropy"], f"{diagnosis.model['id']}: attention entropy", "nats"
+            diagnosis.maps["entropy"], f"{short_name(diagnosis)}\nattention entropy", "nats"
         )
     if "slope" in diagnosis.maps:
         figures["mass_against_slope"] = mass_against_slope(diagnosis)

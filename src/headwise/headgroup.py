@@ -50,6 +50,8 @@ from headwise.querymodel import (
     sort_queries,
 )
 
+EMPIRICAL_PAIRS = 512  # judged at a time: pairs x queries of a bucket must stay small
+
 
 @dataclass(frozen=True)
 class HeadResult:
@@ -256,15 +258,25 @@ def _score_empirically(
     differences = block.differences()
     for column in tally.judge.columns(index).tolist():
         rows = queries.rows(column)
-        prefers = differences @ queries.vectors[:, rows].astype(np.float64) > 0
-        n = prefers.shape[1]
-        p = np.count_nonzero(prefers, axis=1) / n
-        scale = n / (n - 1)
+        p, effect = _preferences(differences, queries.vectors[:, rows].astype(np.float64))
+        scale = len(effect) / (len(effect) - 1)
         tally.add(index, block, np.array([column]), (4.0 * scale * p * (1.0 - p))[None])
-        slope = (4.0 * scale * (1.0 - 2.0 * p)).astype(np.float32) / np.float32(len(p))
-        effect = (slope @ prefers.astype(np.float32)).astype(np.float64)
         place = document_index(queries.example[rows], tally.judge.documents)
-        tally.add_query_influence(column, effect, place, share)
+        tally.add_query_influence(column, scale * effect, place, share)
+
+
+def _preferences(
+    differences: Float[np.ndarray, "pair dim"], queries: Float[np.ndarray, "dim row"]
+) -> tuple[Float[np.ndarray, " pair"], Float[np.ndarray, " row"]]:
+    """Each pair's share of queries that prefer it, and each query's effect on the mean 4p(1-p)."""
+    p, effect = np.empty(len(differences)), np.zeros(queries.shape[1])
+    for begin in range(0, len(p), EMPIRICAL_PAIRS):
+        part = slice(begin, begin + EMPIRICAL_PAIRS)
+        prefers = differences[part] @ queries > 0
+        p[part] = np.count_nonzero(prefers, axis=1) / len(effect)
+        slope = (4.0 * (1.0 - 2.0 * p[part]) / len(p)).astype(np.float32)
+        effect += slope @ prefers.astype(np.float32)
+    return p, effect
 
 
 def _score_as_public_code(

@@ -156,6 +156,8 @@ def _output_measures(
     sight: Sight, mass: Tensor, weights: Tensor, gram: Tensor
 ) -> dict[str, Tensor]:
     out = sight.out.float()
+    if bool((weights == 0).any()):  # padding may hold anything
+        out = torch.where(weights[:, None, :, None] > 0, out, 0.0)
     group = out.shape[1] // sight.v.shape[1]
     norms = sight.v.float().norm(dim=-1).repeat_interleave(group, 1)  # (text, head, key)
     power = out.square().sum(-1)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import joblib
 
 from headwise.artefacts import content_hash, load_artefact, save_artefact
-from headwise.errors import ArtefactError, SettingsError
+from headwise.errors import ArtefactError, HeadwiseError, SettingsError
 from headwise.headgroup import HeadFailure, HeadResult, analyse_group
 from headwise.heads import Head, select_heads
 from headwise.plasticity_settings import PlasticitySettings, load_settings, parse_settings
@@ -117,15 +118,14 @@ def _local_root(settings: PlasticitySettings) -> Path:
     from huggingface_hub import snapshot_download  # late: only a hub run needs it
     from huggingface_hub.errors import HfHubHTTPError
 
-    inside = f"{settings.model_dir}/" if settings.model_dir not in (None, ".") else ""
+    every = ["*/data.parquet", "*/*/data.parquet", "_saver_state.json", "capture.json"]
+    named = settings.model_dir not in (None, ".")
     try:
         found = snapshot_download(
             settings.dataset_name,
             repo_type="dataset",
             revision=settings.revision,
-            allow_patterns=[f"{inside}*/data.parquet", "*/*/data.parquet", "_saver_state.json"][
-                : 1 if inside else 3
-            ],
+            allow_patterns=[f"{settings.model_dir}/*"] if named else every,
         )
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise ArtefactError(
@@ -177,25 +177,41 @@ def _measure(
     if not groups:
         return
     workers = min(settings.max_workers or os.cpu_count() or 1, len(groups))
-    if settings.backend == "dask":
-        if settings.scheduler is None:
-            raise SettingsError(
-                "the dask backend needs a scheduler", fix="give --scheduler tcp://HOST:PORT"
-            )
-        place = joblib.parallel_config(backend="dask", scheduler_host=settings.scheduler)
-        ahead: int | str = "all"
-    else:
-        place = joblib.parallel_config(
-            backend="loky", n_jobs=max(workers, 2), inner_max_num_threads=1
-        )
-        ahead = workers  # with one worker, one group is under way at a time
+    dask = settings.backend == "dask"
+    # With one worker, one group is under way at a time although loky keeps two processes.
+    place = _dask(settings.scheduler) if dask else _processes(max(workers, 2))
     with place:
         parallel = joblib.Parallel(
-            return_as="generator_unordered", pre_dispatch=ahead, batch_size=1
+            return_as="generator_unordered", pre_dispatch="all" if dask else workers, batch_size=1
         )
-        yield from parallel(
-            joblib.delayed(_measure_group)(folder, group, settings) for group in groups
+        try:
+            yield from parallel(
+                joblib.delayed(_measure_group)(folder, group, settings) for group in groups
+            )
+        except BrokenProcessPool:
+            raise HeadwiseError(
+                "a worker process died, most likely for want of memory",
+                where=folder.path,
+                fix="run again with --resume and fewer --workers; finished heads are kept",
+            ) from None
+
+
+def _processes(count: int) -> Any:
+    return joblib.parallel_config(backend="loky", n_jobs=count, inner_max_num_threads=1)
+
+
+def _dask(scheduler: str | None) -> Any:
+    if scheduler is None:
+        raise SettingsError(
+            "the dask backend needs a scheduler", fix="give --scheduler tcp://HOST:PORT"
         )
+    try:
+        return joblib.parallel_config(backend="dask", scheduler_host=scheduler)
+    except (ImportError, ValueError, OSError) as error:
+        raise SettingsError(
+            f"cannot use the Dask scheduler {scheduler}: {error or type(error).__name__}",
+            fix="pip install 'headwise[cluster]', and check the address",
+        ) from None
 
 
 def _measure_group(

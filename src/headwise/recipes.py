@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from headwise.errors import SettingsError
-from headwise.plans import read_yaml, validated
+from headwise.settings import read_yaml, validated
 
 
 class Recipe(BaseModel):

@@ -9,6 +9,7 @@ number of weights on low-rank updates of the same projections.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +32,7 @@ from headwise.suffix import device_of
 from headwise.surgery import measure_means, operate, require_planned_model, silence, unchanged
 from headwise.terminal import progress as progress_bar
 from headwise.texts import TextSet
-from headwise.training import Job, Progress, Tracker, load_best, train
+from headwise.training import PREFIX, Job, Progress, Tracker, load_best, train
 from headwise.weights import Patch, Slice
 
 Mode = Literal["surgery", "sham", "gradient-only", "ablate", "random-heads", "lora"]
@@ -95,6 +96,7 @@ def repair(
         )
     patch.save(out / "patch.safetensors")
     _save_settings(out, settings, finished=True)
+    shutil.rmtree(out / PREFIX, ignore_errors=True)
     return RepairRun(out, mode, patch, progress)
 
 

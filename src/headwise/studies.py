@@ -9,9 +9,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headwise.errors import SettingsError
 from headwise.patient import patient_texts
-from headwise.plans import Init, KvPolicy, Preset, read_yaml, validated
+from headwise.plans import Init, KvPolicy, Preset
 from headwise.recipes import Recipe, default_recipe, recipe_named
 from headwise.repair import TRAINED, Mode
+from headwise.settings import read_yaml, validated
 from headwise.texts import TextSet, default_corpus, default_texts, read_texts
 
 STUDIES = Path(__file__).parent / "data" / "studies"

@@ -10,7 +10,7 @@ import html
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
@@ -227,3 +227,30 @@ def comparison_tables(body: Mapping[str, Any]) -> list[Table]:
     if losses:
         tables.append(table("loss after - before, paired", ("texts", "nats", "verdict"), losses))
     return tables
+
+
+@contextmanager
+def plasticity_progress(quiet: bool) -> Iterator[Any]:
+    """A callback (done, total) that drives a bar whose length is known only once work starts."""
+    state: dict[str, Any] = {}
+    with ExitStack() as stack:
+
+        def report(done: int, total: int) -> None:
+            if "advance" not in state:
+                state["advance"] = stack.enter_context(
+                    progress(total, "heads", quiet=quiet, start=0)
+                )
+            state["advance"](done - state.get("done", 0), "")
+            state["done"] = done
+
+        yield report
+
+
+def plasticity_table(found: Any) -> Table:
+    """Plasticity by layer: mean, smallest and largest head."""
+    rows: dict[int, list[float]] = {}
+    for head in found.heads:
+        if head["ap_overall"] is not None and head["ap_overall"] == head["ap_overall"]:
+            rows.setdefault(int(head["layer"]), []).append(float(head["ap_overall"]))
+    cells = [[layer, len(v), sum(v) / len(v), min(v), max(v)] for layer, v in sorted(rows.items())]
+    return table("attention plasticity", ("layer", "heads", "mean", "lowest", "highest"), cells)

@@ -20,24 +20,25 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save as save_safetensors
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from headwise.architectures import geometry_of
-from headwise.artefacts import write_atomically, write_bytes, write_text
+from headwise.artefacts import write_text
 from headwise.attention import mass_at
 from headwise.corpus import Corpus, block_at
 from headwise.errors import TrainingError
 from headwise.losses import shifted_targets, summed_loss, token_losses
 from headwise.masters import Master, training_slices, write_masters
+from headwise.qkfiles import write_array
 from headwise.recipes import Recipe, learning_rate
 from headwise.suffix import checkpointed, device_of, layer_input, run_from
 from headwise.tap import Reader, Sight, tapped
 from headwise.texts import Batch
-from headwise.weights import read_safetensors
+from headwise.weights import read_safetensors, write_safetensors
 
 CHECKPOINTS = "checkpoints"
+PREFIX = "prefix"  # outputs of the frozen layers below the operation, if cached
 Tracker = Callable[[dict[str, Any], int], None]
 
 
@@ -141,7 +142,7 @@ def _backward(
         for start in range(0, len(blocks), job.recipe.batch_size):
             part = blocks[start : start + job.recipe.batch_size]
             batch = join_blocks([block for _, block in part])
-            hidden = _hidden(job, batch, part)
+            hidden = _hidden(job, batch, part, reader)
             targets = shifted_targets(batch.ids.to(device_of(job.model)), batch.lengths)
             loss = summed_loss(job.model, hidden, targets) / tokens
             loss.backward()
@@ -151,28 +152,38 @@ def _backward(
     return total
 
 
-def _hidden(job: Job, batch: Batch, part: list[tuple[int, Batch]]) -> Tensor:
+def _hidden(
+    job: Job, batch: Batch, part: list[tuple[int, Batch]], reader: _MassReader | None
+) -> Tensor:
     """Last hidden states; layers below the operation run without gradients, or from the cache."""
     ids = batch.ids.to(device_of(job.model))
     if not (job.recipe.cache_prefix and job.lowest > 0):
         last: Tensor = job.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
         return last
     stored = [_prefix(job, place, block) for place, block in part]
-    padded = [F.pad(h, (0, 0, 0, ids.shape[1] - h.shape[1])) for h in stored]
+    if reader is not None:
+        reader.add(sum(masses for _, masses in stored))
+    padded = [F.pad(hidden, (0, 0, 0, ids.shape[1] - hidden.shape[1])) for hidden, _ in stored]
     start = torch.cat(padded).to(ids.device, job.model.dtype)
     return run_from(job.model, ids, job.lowest, start)
 
 
-def _prefix(job: Job, place: int, block: Batch) -> Tensor:
-    """The input of the lowest operated layer for one block, from disk after the first time."""
-    path = job.out / "prefix" / f"{place}.npy"
-    if path.exists():
-        return torch.from_numpy(np.array(np.load(path, mmap_mode="r")))
-    with torch.no_grad():
-        hidden = layer_input(job.model, block.ids.to(device_of(job.model)), job.lowest)
-    array = hidden.float().cpu().numpy()
-    write_atomically(path, lambda file: np.save(file, array))
-    return torch.from_numpy(array)
+def _prefix(job: Job, place: int, block: Batch) -> tuple[Tensor, Tensor]:
+    """What enters the lowest operated layer for one block, and the masses of the heads below.
+
+    From disk after the first time: no layer below changes.
+    """
+    path = job.out / PREFIX / f"{place}.npy"
+    masses = path.with_suffix(".masses.npy")
+    if not path.exists():
+        below = _MassReader(job.model)
+        with torch.no_grad(), tapped(job.model, below):
+            hidden = layer_input(job.model, block.ids.to(device_of(job.model)), job.lowest)
+        below.count(block)
+        write_array(masses, below.sums.numpy())
+        write_array(path, hidden.float().cpu().numpy())
+    found = [torch.from_numpy(np.array(np.load(name, mmap_mode="r"))) for name in (path, masses)]
+    return found[0], found[1]
 
 
 def step_blocks(corpus: Corpus, recipe: Recipe, seed: int, step: int) -> list[tuple[int, Batch]]:
@@ -195,7 +206,7 @@ class _MassReader:
 
     def __init__(self, model: PreTrainedModel) -> None:
         geometry = geometry_of(model)
-        self._sums = torch.zeros(geometry.num_layers, geometry.num_heads, dtype=torch.float64)
+        self.sums = torch.zeros(geometry.num_layers, geometry.num_heads, dtype=torch.float64)
         self._seen: dict[int, Tensor] = {}
         self._rows = 0
 
@@ -209,13 +220,17 @@ class _MassReader:
             position = torch.arange(mass.shape[2], device=mass.device)
             real = position[None] < batch.lengths[:, None].to(mass.device)
             means = (mass * real[:, None]).sum(2) / real.sum(1)[:, None]
-            self._sums[layer] += means.sum(0).double().cpu()
+            self.sums[layer] += means.sum(0).double().cpu()
         self._rows += len(batch.lengths)
         self._seen.clear()
 
+    def add(self, sums: Tensor | int) -> None:
+        """Add the sums of rows that `count` is told of but whose lower layers did not run."""
+        self.sums += sums
+
     def mean(self) -> list[list[float]]:
-        """[layer][head]; a layer skipped by the prefix cache is 0."""
-        return (self._sums / max(self._rows, 1)).tolist()
+        """[layer][head]"""
+        return (self.sums / max(self._rows, 1)).tolist()
 
 
 def _validate(job: Job, progress: Progress) -> None:
@@ -232,7 +247,7 @@ def _validate(job: Job, progress: Progress) -> None:
     if loss < progress.best_loss:
         progress.best_loss, progress.best_step, progress.stale = loss, progress.step, 0
         tensors = {f"master.{i}": p.detach().cpu() for i, p in enumerate(job.trained)}
-        write_bytes(job.out / CHECKPOINTS / "best.safetensors", save_safetensors(tensors))
+        write_safetensors(job.out / CHECKPOINTS / "best.safetensors", tensors)
     else:
         progress.stale += 1
         if progress.stale >= job.recipe.patience:
@@ -255,11 +270,13 @@ def mean_loss(model: PreTrainedModel, blocks: Sequence[Batch]) -> float:
 def _require_number(job: Job, row: dict[str, Any]) -> None:
     if math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]):
         return
+    kept = sorted((job.out / CHECKPOINTS).glob("step-*.safetensors"))
     raise TrainingError(
         f"the loss is not a number at step {row['step']} (loss {row['loss']}, "
         f"gradient norm {row['grad_norm']})",
         where=job.out,
-        fix="the last good checkpoint is kept; start anew with a lower lr or --dtype float32",
+        fix=(f"the last good checkpoint is kept ({kept[-1].name})" if kept else "nothing was saved")
+        + "; start anew with a lower lr or --dtype float32",
     )
 
 
@@ -286,9 +303,7 @@ def save_checkpoint(job: Job, progress: Progress, optimizer: torch.optim.Optimiz
     }  # fmt: skip
     metadata = {"progress": json.dumps(state), "rng": bytes(torch.get_rng_state()).hex()}
     folder = job.out / CHECKPOINTS
-    write_bytes(
-        folder / f"step-{progress.step:07d}.safetensors", save_safetensors(tensors, metadata)
-    )
+    write_safetensors(folder / f"step-{progress.step:07d}.safetensors", tensors, metadata)
     for old in sorted(folder.glob("step-*.safetensors"))[: -job.recipe.keep]:
         old.unlink()
 

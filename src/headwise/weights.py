@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,7 +27,7 @@ from headwise.architectures import (
     projection_name,
     projection_of,
 )
-from headwise.artefacts import content_hash, write_bytes
+from headwise.artefacts import content_hash, write_atomically
 from headwise.errors import ArtefactError
 from headwise.heads import Head
 
@@ -157,8 +157,7 @@ class Patch:
                     f"cannot {verb} the patch: {name} is not what it should be "
                     f"({'other bits' if fits else 'no such weights'})",
                     where=f"patch made for {self.info.get('base_model', 'an unknown model')}",
-                    fix="use the model the patch was made from"
-                    + (", or --force" if fits else ""),
+                    fix="use the model the patch was made from" + (", or --force" if fits else ""),
                 )
 
     def save(self, path: Path) -> Path:
@@ -177,7 +176,7 @@ class Patch:
             "info": json.dumps(dict(self.info), sort_keys=True),
             "base_slices_sha256": self.base_fingerprint(),
         }
-        return write_bytes(path, save_safetensors(tensors, metadata))
+        return write_safetensors(path, tensors, metadata)
 
     @staticmethod
     def load(path: Path) -> Patch:
@@ -194,6 +193,25 @@ class Patch:
         if patch.base_fingerprint() != metadata.get("base_slices_sha256"):
             raise ArtefactError("the patch is damaged: its base slices do not match", where=path)
         return patch
+
+
+def write_safetensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> Path:
+    """One safetensors file, atomically; the library writes metadata in random order, we do not."""
+    raw = save_safetensors(dict(tensors))
+    size = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + size])
+    if metadata:
+        header = {"__metadata__": dict(sorted(metadata.items())), **header}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # data stays aligned
+
+    def write(file: IO[bytes]) -> None:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(memoryview(raw)[8 + size :])
+
+    return write_atomically(path, write)
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -1,0 +1,135 @@
+"""Studies: checked before they run, resumable, and the same bytes however often they were killed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+
+from headwise.errors import ArtefactError, SettingsError
+from headwise.studies import STUDIES, load_study
+from headwise.studyrun import estimate_study, run_study
+
+RECIPE = {
+    "steps": 4, "block": 32, "batch_size": 2, "accumulation": 1, "lr": 0.003, "validate_every": 2,
+    "save_every": 1, "map_every": 1, "validation_blocks": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def corpus_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    words = "the old clock in the hall struck nine and nobody on the stair was there to hear".split()
+    for number in range(60):
+        order = random.Random(number).sample(words, len(words))
+        (folder / f"{number:03d}.txt").write_text(" ".join(order * 2))
+    return folder
+
+
+def write_study(path, model_dir, corpus_dir, **changes):
+    body = {
+        "name": "tiny",
+        "model": str(model_dir),
+        "texts": [str(corpus_dir / "000.txt"), str(corpus_dir / "001.txt")],
+        "corpora": {"train": [str(corpus_dir)]},
+        "plan": {"heads": "L1H0-1"},
+        "window": 32,
+        "max_texts": 2,
+        "changes": RECIPE,
+        "arms": [{"name": "surgery"}, {"name": "sham", "mode": "sham"}],
+        "completions": 1,
+        **changes,
+    }
+    path.write_text(yaml.safe_dump(body))
+    return path
+
+
+def contents(folder):
+    """Hash of every file; timings in trace.jsonl are the one thing that may differ."""
+    found = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        raw = path.read_bytes()
+        if path.name == "trace.jsonl":
+            rows = [json.loads(line) for line in raw.splitlines()]
+            raw = json.dumps([{**row, "tokens_per_second": 0} for row in rows]).encode()
+        found[str(path.relative_to(folder))] = hashlib.sha256(raw).hexdigest()
+    return found
+
+
+def test_bundled_studies_are_valid():
+    names = sorted(path.stem for path in STUDIES.glob("*.yaml"))
+    assert {"demo", "controls", "patient-paper", "bloom-1b7-paper"} <= set(names)
+    for name in names:
+        study = load_study(name)
+        assert estimate_study(study)
+
+
+def test_an_unknown_key_names_the_nearest_one(tmp_path, model_dir, corpus_dir):
+    path = write_study(tmp_path / "s.yaml", model_dir, corpus_dir, completion=3)
+    with pytest.raises(SettingsError, match="did you mean 'completions'"):
+        load_study(str(path))
+
+
+def test_an_unlisted_corpus_is_refused_before_anything_runs(tmp_path, model_dir, corpus_dir):
+    path = write_study(tmp_path / "s.yaml", model_dir, corpus_dir, corpora={})
+    with pytest.raises(SettingsError, match="not listed"):
+        load_study(str(path))
+
+
+def test_a_study_runs_is_not_redone_and_notices_changes(tmp_path, model_dir, corpus_dir):
+    path = write_study(tmp_path / "s.yaml", model_dir, corpus_dir)
+    out = run_study(load_study(str(path)), out=tmp_path / "out")
+    before = contents(out)
+    stamps = {p: p.stat().st_mtime_ns for p in out.rglob("evaluation.json")}
+    run_study(load_study(str(path)), out=out)
+    assert contents(out) == before
+    assert stamps == {p: p.stat().st_mtime_ns for p in out.rglob("evaluation.json")}
+    summary = json.loads((out / "summary.json").read_text())
+    assert set(summary["arms"]) == {"surgery", "sham"}
+    assert "surgery - sham" in summary["between_arms"]
+    changed = write_study(tmp_path / "t.yaml", model_dir, corpus_dir, max_texts=3)
+    with pytest.raises(ArtefactError, match="other settings: max_texts"):
+        run_study(load_study(str(changed)), out=out)
+
+
+def test_the_sham_is_not_sick_but_not_functional(tmp_path, model_dir, corpus_dir):
+    path = write_study(tmp_path / "s.yaml", model_dir, corpus_dir)
+    out = run_study(load_study(str(path)), out=tmp_path / "out")
+    summary = json.loads((out / "summary.json").read_text())
+    assert [row["functional"] for row in summary["arms"]["sham"]["recovery"]] == [0]
+    cost = summary["arms"]["sham"]["joint_ablation_cost"][0]
+    assert abs(cost["value"]) < 1e-6  # silenced heads add nothing
+
+
+@pytest.mark.faults
+def test_a_study_killed_at_random_moments_ends_with_the_same_bytes(
+    tmp_path, model_dir, corpus_dir
+):
+    path = write_study(tmp_path / "s.yaml", model_dir, corpus_dir)
+    whole = run_study(load_study(str(path)), out=tmp_path / "whole")
+    command = [
+        sys.executable, "-m", "headwise.cli", "study", str(path), "--out", str(tmp_path / "cut"),
+        "--no-report", "--quiet",
+    ]  # fmt: skip
+    dice, kills = random.Random(5), 0
+    for _ in range(40):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            process.wait(timeout=dice.uniform(5, 16) if kills < 8 else 300)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            kills += 1
+            time.sleep(0.05)
+            continue
+        assert process.returncode == 0
+        break
+    assert kills >= 3
+    assert contents(tmp_path / "cut") == contents(whole)
