@@ -546,7 +546,7 @@ def test_settings_are_checked(tmp_path):
     path.write_text("model_dir: x\nnum_layers: 2\n")
     with pytest.raises(SettingsError, match="no data is named"):
         compute_plasticity(path, out=tmp_path)
-    with pytest.raises(SettingsError, match="no such file"):
+    with pytest.raises(ArtefactError, match="no such file"):
         load_settings(tmp_path / "none.yaml")
 
 

@@ -96,3 +96,14 @@ def test_no_verb_shows_the_help():
     )
     assert done.returncode == 2
     assert "diagnose" in done.stdout + done.stderr
+
+
+def test_the_readme_names_every_family():
+    from pathlib import Path
+
+    from headwise.architectures import ARCHITECTURES, NOT_SEPARABLE
+
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    section = readme.split("## Families")[1].split("\n## ")[0]
+    missing = [name for name in (*ARCHITECTURES, *NOT_SEPARABLE) if name not in section]
+    assert not missing

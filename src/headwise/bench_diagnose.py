@@ -55,7 +55,7 @@ def bench_diagnose(
     long_lengths: Sequence[int] = LONG,
     ways: Sequence[str] = WAYS,
 ) -> list[dict[str, Any]]:
-    """One row a length and way; without a model SmolLM2-135M if cached, else its shape at random."""
+    """One row a length and way; without a model: SmolLM2-135M if cached, else its random shape."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         name = _prepare(model, Path(folder))
@@ -63,10 +63,11 @@ def bench_diagnose(
         cells += [(length, "headwise") for length in long_lengths]
         for length, way in cells:
             cell = {"way": way, "model": folder, "length": length, "repeats": repeats}
-            rows.append({"model": name, "length": length, "way": way, **_run_cell(cell)})
+            rows.append({"length": length, "way": way, **_run_cell(cell)})
     _add_ratios(rows)
     for row in rows:
         row.pop("maps", None)
+        row["model"] = name
     if out is not None:
         save_artefact(out / "bench_diagnose.json", "bench", {"rows": rows, "versions": versions()})
     return rows
@@ -144,9 +145,8 @@ def _bytes_needed(cell: dict[str, Any]) -> int:
 
 
 def _bytes_free() -> int:
-    import psutil
-
-    return int(psutil.virtual_memory().available)
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
 
 def _add_ratios(rows: list[dict[str, Any]]) -> None:
@@ -186,7 +186,6 @@ def measure_cell(way: str, model: str, length: int, repeats: int) -> dict[str, A
                 memory = _resident_mib(peak=True) - before
     return {
         "seconds": statistics.median(seconds[1:] or seconds),  # the first pass also warms up
-        "seconds_all": seconds,
         "memory_mib": max(memory, 0.0),
         "maps": maps,
         "note": "",

@@ -6,7 +6,8 @@ key: 1 if the queries are split, 0 if they agree. A cell is the mean over its pa
 Standard errors are those of a bootstrap over documents. It is not simulated: each document's
 influence on a cell (through its key pairs, and through the bucket moments of its queries) is
 computed, and the variance of a sum of influences under resampling is known. Above `MAX_DOCUMENTS`
-documents and `GRADIENT_PAIRS` pairs an even subset estimates that variance.
+documents and `GRADIENT_PAIRS` pairs an even subset estimates that variance. The line fitted over
+all positions (`linear-diagonal`, and the positional part of `seed`) is taken as given.
 
 Invariant: the numbers of a head do not depend on which other heads are scored with it.
 """

@@ -208,6 +208,12 @@ def format_heads(heads: Iterable[Head]) -> str:
     return ",".join(blocks)
 
 
+def format_indices(indices: Iterable[int]) -> str:
+    """Head indices as ranges: `H2-3, H5-15`."""
+    numbers = sorted(indices)
+    return "H" + _ranges(numbers, ", H") if numbers else "none"
+
+
 def _ranges(numbers: list[int], separator: str) -> str:
     runs: list[list[int]] = []
     for number in numbers:

@@ -105,7 +105,7 @@ def _load_weights(
     if "gguf_file" not in options:
         options = {**options, "use_safetensors": None if allow_pickle else True}
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=getattr(torch, chosen, chosen),
             device_map=device_map,
@@ -124,9 +124,10 @@ def _load_weights(
             where=source,
             fix="check the name; pickled weights need --allow-pickle, remote code its own flag",
         ) from None
+    model: PreTrainedModel
+    model, report = loaded
     _require_complete(report["missing_keys"], source)
-    loaded: PreTrainedModel = model
-    return loaded
+    return model
 
 
 def _require_complete(missing: Iterable[str], source: str) -> None:

@@ -23,7 +23,7 @@ from headwise.artefacts import content_hash, load_artefact, save_artefact
 from headwise.errors import ArtefactError, HeadwiseError, SettingsError
 from headwise.headgroup import HeadFailure, HeadResult, analyse_group
 from headwise.heads import Head, select_heads
-from headwise.plasticity_settings import PlasticitySettings, load_settings, parse_settings
+from headwise.plasticity_settings import PlasticitySettings, load_settings
 from headwise.plasticity_tables import (
     Record,
     Row,
@@ -103,7 +103,7 @@ def _settings_of(source: Path | str | PlasticitySettings) -> PlasticitySettings:
     path = Path(source)
     if path.suffix in (".yaml", ".yml"):
         return load_settings(path)
-    return parse_settings({"dataset_local_root": path}, where=path)
+    return PlasticitySettings(dataset_local_root=path)
 
 
 def _local_root(settings: PlasticitySettings) -> Path:

@@ -5,16 +5,14 @@ Invariant: a settings value is complete and valid; an unknown key never passes s
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from headwise.artefacts import content_hash, to_json
-from headwise.errors import SettingsError
 from headwise.querymodel import Definition
+from headwise.settings import read_yaml, validated
 
 SEED_DATASET = "viktoroo/sniffed-qk"
 # Where and how the work is done, and what the files are called, cannot change a number.
@@ -79,47 +77,15 @@ class PlasticitySettings(BaseModel):
     def replaced(self, **changes: Any) -> PlasticitySettings:
         """These settings with some fields changed, checked again; None changes nothing."""
         given = {name: value for name, value in changes.items() if value is not None}
-        return parse_settings(
-            {**self.model_dump(exclude_unset=True), **given}, where="the given options"
-        )
+        body = {**self.model_dump(exclude_unset=True), **given}
+        return validated(PlasticitySettings, body, "the given options")
 
 
 def load_settings(path: Path) -> PlasticitySettings:
     """Read a YAML file; a relative local root may be meant from the file's own folder."""
     path = Path(path)
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, IsADirectoryError):
-        raise SettingsError("no such file", where=path, fix="check the path") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SettingsError(f"not YAML: {error}", where=path) from None
-    if not isinstance(values, dict):
-        raise SettingsError("not a list of `key: value` lines", where=path)
-    settings = parse_settings(values, where=path)
+    settings = validated(PlasticitySettings, read_yaml(path), path)
     root = settings.dataset_local_root
     if root is not None and not root.is_dir() and (path.parent / root).is_dir():
         return settings.replaced(dataset_local_root=path.parent / root)
     return settings
-
-
-def parse_settings(values: dict[str, Any], *, where: object) -> PlasticitySettings:
-    """Check values from a file or from options; the first mistake is told with its remedy."""
-    known = list(PlasticitySettings.model_fields)
-    for key in values:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
-            raise SettingsError(
-                f"unknown key {key!r}",
-                where=where,
-                fix=f"did you mean {near!r}? known keys: {', '.join(known)}",
-            )
-    try:
-        return PlasticitySettings.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"][:1])
-        raise SettingsError(
-            f"{name}: {first['msg']} (got {first['input']!r})",
-            where=where,
-            fix=f"change {name}; see PlasticitySettings for what it takes",
-        ) from None

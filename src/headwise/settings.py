@@ -37,9 +37,9 @@ def validated(kind: type[Settings], body: Mapping[str, Any], where: object) -> S
         lines = []
         for problem in error.errors():
             key = ".".join(map(str, problem["loc"]))
-            message = f"{key}: {problem['msg']}"
+            message = f"{key}: {problem['msg']} (got {problem['input']!r})"
             if problem["type"] == "extra_forbidden":
-                near = difflib.get_close_matches(key, kind.model_fields, 1)
+                near = difflib.get_close_matches(key, kind.model_fields, 1, cutoff=0.3)
                 message = f"unknown key {key!r}" + (f", did you mean {near[0]!r}?" if near else "")
             lines.append(message)
         raise SettingsError(

@@ -17,6 +17,7 @@ from scipy.stats import spearmanr
 from headwise.artefacts import read_json, save_artefact, versions
 from headwise.diagnosis import Diagnosis
 from headwise.errors import ArtefactError, HeadwiseError
+from headwise.heads import format_indices
 from headwise.published import maps_as_diagnoses
 
 
@@ -86,17 +87,6 @@ def read_diagnoses(path: Path) -> list[Diagnosis]:
             f"schema is {body['schema']!r}, expected headwise.diagnosis/1", where=path
         )
     return [Diagnosis.from_json(body)]
-
-
-def format_indices(indices: Sequence[int]) -> str:
-    """Head indices as ranges: H2-3, H5-15."""
-    runs: list[list[int]] = []
-    for index in indices:
-        if runs and index == runs[-1][-1] + 1:
-            runs[-1].append(index)
-        else:
-            runs.append([index])
-    return ", ".join(f"H{r[0]}" if len(r) == 1 else f"H{r[0]}-{r[-1]}" for r in runs) or "none"
 
 
 def survey_table(survey: Survey) -> tuple[list[str], list[list[object]]]:

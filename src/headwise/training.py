@@ -90,7 +90,7 @@ def train(
 ) -> Progress:
     """Train until the recipe's steps are done or validation stops improving."""
     recipe = job.recipe
-    optimizer = torch.optim.AdamW(job.trained, lr=recipe.lr, weight_decay=recipe.weight_decay)
+    optimizer = make_optimizer(job)
     progress = _restore(job, optimizer) if resume else Progress()
     job.write()
     advance(progress.step, "")
@@ -119,21 +119,35 @@ def _step(job: Job, optimizer: torch.optim.Optimizer, progress: Progress) -> dic
     blocks = step_blocks(job.corpus, recipe, job.seed, step)
     tokens = sum(int((block.lengths - 1).sum()) for _, block in blocks)
     reader = _MassReader(job.model) if step % recipe.map_every == 0 else None
-    loss = _backward(job, blocks, tokens, reader)
-    norm = float(torch.nn.utils.clip_grad_norm_(job.trained, recipe.clip))
+    loss = backward_step(job, blocks, tokens, reader)
     rate = learning_rate(recipe, step)
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    if math.isfinite(loss) and math.isfinite(norm):
-        optimizer.step()
-        job.write()
-    optimizer.zero_grad(set_to_none=True)
+    norm = optimizer_step(job, optimizer, rate, apply=math.isfinite(loss))
     if reader is not None:
         progress.maps.append({"step": step, "first_token_mass": reader.mean()})
     return {"step": step, "loss": loss, "lr": rate, "grad_norm": norm, "tokens": tokens}
 
 
-def _backward(
+def make_optimizer(job: Job) -> torch.optim.Optimizer:
+    """AdamW over what is trained: its moments exist for the slices only."""
+    recipe = job.recipe
+    return torch.optim.AdamW(job.trained, lr=recipe.lr, weight_decay=recipe.weight_decay)
+
+
+def optimizer_step(
+    job: Job, optimizer: torch.optim.Optimizer, rate: float, *, apply: bool
+) -> float:
+    """Clip, step and write the masters into the model; a gradient that is no number is dropped."""
+    norm = float(torch.nn.utils.clip_grad_norm_(job.trained, job.recipe.clip))
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    if apply and math.isfinite(norm):
+        optimizer.step()
+        job.write()
+    optimizer.zero_grad(set_to_none=True)
+    return norm
+
+
+def backward_step(
     job: Job, blocks: list[tuple[int, Batch]], tokens: int, reader: _MassReader | None
 ) -> float:
     """Gradients of the mean loss over all micro-batches of a step; returns that loss."""
@@ -314,6 +328,8 @@ def _lines(rows: list[dict[str, Any]]) -> str:
 
 def _restore(job: Job, optimizer: torch.optim.Optimizer) -> Progress:
     """The newest checkpoint, or a fresh start if the run was killed before its first one."""
+    for half_written in job.out.rglob(".*.tmp"):  # a kill may leave one behind
+        half_written.unlink(missing_ok=True)
     found = sorted((job.out / CHECKPOINTS).glob("step-*.safetensors"))
     if not found:
         return Progress()

@@ -1,0 +1,46 @@
+# Every target sets up what it needs: `git clone`, then `make demo` or `make test`.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+STAMP := .venv/.installed
+EXTRAS := dev,lora,cluster
+CODE := src tests patients
+WORKERS ?= 2
+export HF_HUB_DISABLE_TELEMETRY = 1
+export TOKENIZERS_PARALLELISM = false
+
+.PHONY: install demo test test-slow check format bench faults clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[$(EXTRAS)]'
+	touch $@
+
+demo: install
+	$(BIN)/headwise demo --out out/demo
+
+test: check
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not faults"
+
+test-slow: install
+	$(BIN)/python -m pytest -m slow
+
+faults: install
+	$(BIN)/python -m pytest -m faults
+
+check: install
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/mypy
+
+format: install
+	$(BIN)/ruff format $(CODE)
+	$(BIN)/ruff check --fix $(CODE)
+
+bench: install
+	$(BIN)/headwise bench all --out out/bench
+
+clean:
+	rm -rf out .mypy_cache .ruff_cache .pytest_cache

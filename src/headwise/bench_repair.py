@@ -1,0 +1,408 @@
+"""`headwise bench repair` and `bench ablation`: slices beside the paper's way, and its limit.
+
+A BLOOM-shaped random model; the lowest operated layer is a quarter up and 37.5% of the heads above
+are operated on. The peer is our own plain transcription of the paper's training (whole-tensor
+gradients with mask hooks, transformers' eager attention, gradient checkpointing with input
+gradients, AdamW over whole tensors). The limit is what no slice training can beat: one forward pass
+and the backward pass of activations down to the lowest operated layer, without weight gradients.
+
+Each way lives in a process of its own with one thread. Rounds go through all ways in turn and time
+is CPU time, so that other work on the machine hits all alike; only ratios are meant to be compared.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+HIDDEN, HEADS, VOCABULARY = 1024, 16, 50_000
+ACCUMULATION = 8  # blocks an optimizer step, as in the paper
+WAYS = ("headwise", "checkpointed", "prefix-cached", "peer", "limit")
+_OPERATED = 6  # of 16 heads in each layer: 37.5%
+
+Rows = list[dict[str, Any]]
+Work = tuple[Callable[[], None], Callable[[], None], Callable[[], int]]  # block, update, state
+
+
+def bench_repair(
+    *,
+    lengths: tuple[int, ...] = (512, 2048),
+    repeats: int = 3,
+    layers: int = 8,
+    ways: tuple[str, ...] = WAYS,
+) -> Rows:
+    """One row a length and way: tokens a CPU second, peak memory above the weights, state."""
+    rows: Rows = []
+    for length in lengths:
+        rows += _compared(_measured(length, layers, repeats, ways), length)
+    return rows
+
+
+def _measured(
+    length: int, layers: int, repeats: int, ways: tuple[str, ...]
+) -> dict[str, list[dict[str, float]]]:
+    """way -> one measurement a round; rounds visit every way before the next begins."""
+    workers = {way: _start(way, length, layers) for way in ways}
+    try:
+        rounds: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+        for _ in range(repeats):
+            for way, worker in workers.items():
+                rounds[way].append(_ask(worker))
+        return rounds
+    finally:
+        for worker in workers.values():
+            worker.kill()
+            worker.communicate()
+
+
+def _start(way: str, length: int, layers: int) -> subprocess.Popen[str]:
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "headwise.bench_repair", way, str(length), str(layers)],
+        env={**os.environ, **threads},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    _ask(worker)  # builds the model, before any clock runs
+    return worker
+
+
+def _ask(worker: subprocess.Popen[str]) -> dict[str, float]:
+    from headwise.errors import HeadwiseError
+
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    worker.stdin.write("go\n")
+    worker.stdin.flush()
+    line = worker.stdout.readline()
+    if not line:
+        raise HeadwiseError("a benchmark process died", fix="see its message above; free memory?")
+    found: dict[str, float] = json.loads(line)
+    return found
+
+
+def _compared(rounds: dict[str, list[dict[str, float]]], length: int) -> Rows:
+    """Medians over rounds; ratios are medians of the ratios within a round."""
+
+    def of(way: str, key: str) -> float:
+        return median(found[key] for found in rounds[way])
+
+    def against(way: str, other: str, key: str) -> float | None:
+        if other not in rounds:
+            return None
+        pairs = zip(rounds[way], rounds[other], strict=True)
+        return round(median(a[key] / b[key] for a, b in pairs), 3)
+
+    return [
+        {
+            "length": length,
+            "way": way,
+            "tokens_per_cpu_s": round(length / of(way, "seconds"), 1),
+            "speed_to_peer": against("peer", way, "seconds") if "peer" in rounds else None,
+            "time_to_limit": against(way, "limit", "seconds"),
+            "peak_mb": round(of(way, "peak_mb")),
+            "peak_to_peer": against(way, "peer", "peak_mb"),
+            "state_mb": round(of(way, "state_mb"), 1),
+            "state_to_peer": against(way, "peer", "state_mb"),
+        }
+        for way in rounds
+    ]
+
+
+def _worker(way: str, length: int, layers: int) -> None:
+    """Answer every line on stdin with one measurement; the first answer says `ready`."""
+    import torch
+
+    torch.set_num_threads(1)
+    sys.stdin.readline()
+    model = _bloom(layers)
+    base = _resident_mb()
+    with tempfile.TemporaryDirectory() as folder:
+        block, update, state = _WORK[way](model, length, Path(folder))
+        block()  # allocates gradients, and fills the prefix cache
+        update()
+        _answer({"ready": True})
+        for _ in sys.stdin:
+            gc.collect()
+            _reset_peak()
+            seconds = [_cpu_seconds(step) for step in (block, update)]
+            _answer({
+                "seconds": seconds[0] + seconds[1] / ACCUMULATION,
+                "peak_mb": _peak_mb() - base,
+                "state_mb": state() / 2**20,
+            })  # fmt: skip
+
+
+def _answer(body: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(body) + "\n")
+    sys.stdout.flush()
+
+
+def _cpu_seconds(step: Callable[[], None]) -> float:
+    started = time.process_time()
+    step()
+    return time.process_time() - started
+
+
+def _status_mb(key: str) -> float | None:
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith(key)]
+    return int(found[0]) / 1024 if found else None
+
+
+def _resident_mb() -> float:
+    gc.collect()
+    return _status_mb("VmRSS:") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def _reset_peak() -> None:
+    """Where the kernel allows it; else the peak is the largest since the start."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return
+
+
+def _peak_mb() -> float:
+    return _status_mb("VmHWM:") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def _bloom(layers: int) -> Any:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "bloom", vocab_size=VOCABULARY, hidden_size=HIDDEN, num_hidden_layers=layers,
+        num_attention_heads=HEADS,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+def _ids(length: int) -> Any:
+    import torch
+
+    return torch.randint(VOCABULARY, (1, length), generator=torch.Generator().manual_seed(0))
+
+
+def _lowest(model: Any) -> int:
+    return int(model.config.num_hidden_layers) // 4
+
+
+def _operated(model: Any) -> Any:
+    from headwise.heads import Head
+
+    layers = range(_lowest(model), model.config.num_hidden_layers)
+    return [Head(layer, HEADS - 1 - i) for layer in layers for i in range(_OPERATED)]
+
+
+def _headwise(model: Any, length: int, folder: Path, **options: bool) -> Work:
+    """The project's own job, backward pass and optimizer step."""
+    import torch
+
+    from headwise.corpus import Corpus
+    from headwise.masters import make_masters
+    from headwise.recipes import Recipe
+    from headwise.texts import Batch
+    from headwise.training import Job, backward_step, make_optimizer, optimizer_step
+    from headwise.weights import Slice, read_slices, spans_of
+
+    spans = spans_of(model, _operated(model))
+    values = read_slices(model, spans)
+    slices = {name: Slice(span, values[name], values[name]) for name, span in spans.items()}
+    masters = tuple(make_masters(slices, torch.device("cpu")))
+    del slices, values
+    batch = Batch(_ids(length), torch.tensor([length]), (0,))
+    corpus = Corpus("bench", (batch,), (), {})
+    recipe = Recipe(block=length, accumulation=1, **options)
+    trained = tuple(master.value for master in masters)
+    job = Job(model, masters, trained, corpus, recipe, 0, _lowest(model), folder)
+    optimizer = make_optimizer(job)
+
+    def block() -> None:
+        backward_step(job, [(0, batch)], length - 1, None)
+
+    def update() -> None:
+        optimizer_step(job, optimizer, 1e-5, apply=True)
+
+    return block, update, lambda: _state_bytes(trained)
+
+
+def _state_bytes(parameters: Any) -> int:
+    """Gradients and AdamW's two moments of what is trained, in float32."""
+    return sum(3 * 4 * parameter.numel() for parameter in parameters)
+
+
+def _peer(model: Any, length: int, folder: Path) -> Work:
+    """The paper's way: whole tensors, masks, eager attention, checkpointing with input grads."""
+    import torch
+
+    from headwise.weights import spans_of
+
+    model.train()
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    masks: dict[str, Any] = {}
+    for span in spans_of(model, _operated(model)).values():
+        parameter = model.get_parameter(span.parameter)
+        masks.setdefault(span.parameter, torch.zeros_like(parameter))
+        span.within(masks[span.parameter]).fill_(1)
+    trained = [model.get_parameter(name).requires_grad_(True) for name in masks]
+    for parameter, mask in zip(trained, masks.values(), strict=True):
+        parameter.register_hook(lambda gradient, mask=mask: gradient * mask)
+    optimizer = torch.optim.AdamW(trained, lr=1e-5, weight_decay=0.0)
+    ids = _ids(length)
+
+    def block() -> None:
+        model(ids, labels=ids, use_cache=False).loss.backward()
+
+    def update() -> None:
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return block, update, lambda: _state_bytes(trained)
+
+
+def _limit(model: Any, length: int, folder: Path) -> Work:
+    """One forward, and the backward of activations down to the lowest operated layer."""
+    import torch
+
+    from headwise.architectures import blocks_of
+    from headwise.losses import shifted_targets, summed_loss
+    from headwise.tap import tapped
+
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+
+    def begin(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (args[0].detach().requires_grad_(True), *args[1:])
+
+    blocks_of(model)[_lowest(model)].register_forward_pre_hook(begin)
+    ids = _ids(length)
+    targets = shifted_targets(ids, torch.tensor([length]))
+
+    def block() -> None:
+        with tapped(model):
+            hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            summed_loss(model, hidden, targets).backward()
+
+    return block, lambda: None, lambda: 0
+
+
+_WORK: dict[str, Callable[..., Work]] = {
+    "headwise": _headwise,
+    "checkpointed": lambda *args: _headwise(*args, checkpoint_layers=True),
+    "prefix-cached": lambda *args: _headwise(*args, cache_prefix=True),
+    "peer": _peer,
+    "limit": _limit,
+}
+
+
+def bench_ablation(
+    *, repeats: int = 3, layers: int = 6, heads: int = 8, hidden: int = 192, texts: int = 16,
+    length: int = 256,
+) -> Rows:  # fmt: skip
+    """Exact zero ablation of every head of a patient-like model beside brute force."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from headwise.ablation import ablate_heads
+    from headwise.heads import all_heads
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "bloom", vocab_size=2048, hidden_size=hidden, num_hidden_layers=layers,
+        num_attention_heads=heads,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    encoded = torch.randint(2048, (texts, length)).tolist()
+    chosen = [[head] for head in all_heads(layers, heads)]
+    pairs, error = [], 0.0
+    with _threads(1):
+        for _ in range(repeats):
+            ours: list[Any] = []
+            fast = _cpu_seconds(lambda: ours.append(ablate_heads(model, encoded, chosen)))
+            peer: list[Any] = []
+            slow = _cpu_seconds(lambda: peer.append(_brute_force(model, encoded, chosen)))
+            pairs.append((fast, slow))
+            error = max(error, float(abs(ours[0].deltas - peer[0]).max() / length))
+    return [{
+        "heads": len(chosen),
+        "texts": texts,
+        "length": length,
+        "headwise_cpu_s": round(median(fast for fast, _ in pairs), 2),
+        "peer_cpu_s": round(median(slow for _, slow in pairs), 2),
+        "time_to_peer": round(median(fast / slow for fast, slow in pairs), 3),
+        "largest_difference_nats": error,
+    }]  # fmt: skip
+
+
+def _brute_force(model: Any, encoded: list[list[int]], chosen: list[Any]) -> Any:
+    """One full forward pass of transformers' own model a head and batch of texts."""
+    import numpy as np
+    import torch
+
+    from headwise.architectures import geometry_of, projection_of
+
+    ids = torch.tensor(encoded)
+    dim = geometry_of(model).head_dim
+
+    def losses() -> Any:
+        found = []
+        with torch.inference_mode():
+            for part in ids.split(4):
+                logits = model(part, use_cache=False).logits[:, :-1].flatten(0, 1)
+                loss = torch.nn.functional.cross_entropy(
+                    logits, part[:, 1:].flatten(), reduction="none"
+                )
+                found.append(loss.view(len(part), -1).double().sum(1))
+        return torch.cat(found).numpy()
+
+    def silenced(head: Any) -> Any:
+        def zero(_: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            out = inputs[0].clone()
+            out[..., head.index * dim : (head.index + 1) * dim] = 0
+            return (out, *inputs[1:])
+
+        handle = projection_of(model, head.layer, "o").register_forward_pre_hook(zero)
+        try:
+            return losses()
+        finally:
+            handle.remove()
+
+    base = losses()
+    return np.stack([silenced(heads[0]) - base for heads in chosen])
+
+
+@contextmanager
+def _threads(count: int) -> Any:
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+if __name__ == "__main__":
+    _worker(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

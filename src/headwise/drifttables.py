@@ -1,0 +1,179 @@
+"""The paper's tables of change (5 to 8): drift outside and inside the band, columns, one column.
+
+Heads below the operation cannot move; they are counted apart everywhere, because their zeros would
+dilute every rate. Maps of single steps are read on that step's training batch, so they carry the
+noise of its text: what heads that cannot move seem to do is given as the noise floor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from headwise import papervalues as paper
+from headwise.papertables import LOSS, SHARE
+from headwise.reportdata import MASS, Condition, Source
+from headwise.reporttables import OURS, PAPER, Cell, Column, Estimate, Table, make_table
+
+DRIFT = 0.05
+CHANGE = "+.3f"
+
+
+def _drift_rows(source: Source, zone: str) -> list[list[Cell]]:
+    rows: list[list[Cell]] = []
+    for condition in source.runs:
+        found = (condition.comparison or {}).get("drift", {}).get(zone)
+        if not found or not found["heads"]:
+            continue
+        movable, worst = found["movable"], found["worst"]
+        moved = worst is not None and worst["delta"] != 0
+        rows.append([
+            condition.label, OURS, found["drifting"], found["heads"], movable,
+            found["drifting"] / movable if movable else None, found["mean_abs_delta"],
+            found["mean_abs_delta_movable"], worst["head"] if moved else "none",
+            worst["delta"] if moved else None,
+        ])  # fmt: skip
+    return rows
+
+
+_DRIFT_COLUMNS = (
+    Column("condition"), Column("source"), Column("heads with |change| > 0.05"), Column("heads"),
+    Column("movable"), Column("of movable", SHARE), Column("mean |change|", ".4f"),
+    Column("mean |change|, movable", ".4f"), Column("worst head"), Column("its change", CHANGE),
+)  # fmt: skip
+
+
+def outside_drift(source: Source) -> Table:
+    """Table 5: heads outside the zone."""
+    rows = _drift_rows(source, "outside")
+    heads, movable = paper.OUTSIDE_HEADS, paper.OUTSIDE_MOVABLE
+    for name, (drifting, mean, worst, change) in paper.OUTSIDE.items():
+        rows.append([f"BLOOM-1b7 {name}", PAPER, drifting, heads, movable, drifting / movable,
+                     mean, mean * heads / movable, worst, change])  # fmt: skip
+    return make_table(
+        5, "drift_outside", "Change of first-token mass outside the zone", _DRIFT_COLUMNS, rows,
+        notes=paper.NOTES[5], missing="No comparison with stock here: only the published rows.",
+    )  # fmt: skip
+
+
+def watched_drift(source: Source) -> Table:
+    """Table 6: frozen heads of the band."""
+    rows = _drift_rows(source, "watched")
+    heads, movable = paper.FROZEN_HEADS, paper.FROZEN_MOVABLE
+    for name, (drifting, mean) in paper.FROZEN.items():
+        rows.append([f"BLOOM-1b7 {name}", PAPER, drifting, heads, movable, drifting / movable,
+                     mean, mean * heads / movable, None, None])  # fmt: skip
+    return make_table(
+        6, "drift_watched", "Change of watched heads (in the band, not operated on)",
+        _DRIFT_COLUMNS, rows, notes=paper.NOTES[6],
+        missing="No plan of this study watches a head: the whole zone was operated on.",
+    )  # fmt: skip
+
+
+def noise_floor(condition: Condition, stock: Condition | None) -> float | None:
+    """Mean |step map - stock| of heads that cannot move: what the text alone does."""
+    movable = condition.movable()
+    if movable is None or stock is None or not condition.steps or movable.all():
+        return None
+    start = stock.maps[MASS]
+    return float(np.mean([np.abs(mass - start)[~movable].mean() for _, mass in condition.steps]))
+
+
+def columns_over_steps(source: Source) -> Table:
+    """Table 7: mean |change| of the watched heads of each index over checkpoints."""
+    columns = (
+        Column("condition"), Column("source"), Column("column"), Column("watched heads"),
+        Column("first"), Column("mean |change| first", ".3f"), Column("last"),
+        Column("mean |change| last", ".3f"), Column("trend"), Column("noise floor", ".3f"),
+    )  # fmt: skip
+    rows: list[list[Cell]] = []
+    for condition in source.runs:
+        found: dict[str, Any] = (condition.comparison or {}).get("columns", {})
+        floor = noise_floor(condition, source.stock)
+        for name, entry in sorted(found.items(), key=lambda item: int(item[0][1:])):
+            steps, means = entry["steps"], entry["mean_abs_delta"]
+            rows.append([condition.label, OURS, name, entry["heads"], f"step {steps[0]}", means[0],
+                         f"step {steps[-1]}", means[-1], entry["trend"], floor])  # fmt: skip
+    for name, (heads, means, trend) in paper.COLUMNS.items():
+        rows.append(["BLOOM-1b7 C4", PAPER, name, heads, "epoch 3", means[0], "epoch 15",
+                     means[-1], trend, None])  # fmt: skip
+    note = (
+        "Step maps are read on that step's training batch. The noise floor is the mean |change| "
+        "that heads which cannot move seem to have there: changes near it mean nothing."
+    )
+    return make_table(7, "columns", "Columns of watched heads over checkpoints", columns, rows,
+                      notes=(note, *paper.NOTES[7]),
+                      missing="No watched head in this study, so no column to follow.")  # fmt: skip
+
+
+def column_runs(source: Source) -> list[tuple[Condition, list[int]]]:
+    """Surgery runs that also operate on heads that were not sick, and in which columns."""
+    stock = None if source.stock is None else source.stock.sick
+    found = []
+    for condition in source.runs:
+        operated = condition.zone("operated")
+        if stock is None or operated is None or condition.mode != "surgery":
+            continue
+        columns = [int(i) for i in np.flatnonzero((operated & ~stock).any(0))]
+        if columns and condition.number == 1:
+            found.append((condition, columns))
+    return found
+
+
+def column_heads(source: Source) -> Table:
+    """Table 8: the column experiment, head by head."""
+    columns = (
+        Column("condition"), Column("source"), Column("head"), Column("stock mass", ".3f"),
+        Column("stock class"), Column("mass after", ".3f"), Column("class after"),
+        Column("change", "+.0%"), Column("ablation cost, stock", LOSS),
+        Column("ablation cost, after", LOSS),
+    )  # fmt: skip
+    rows: list[list[Cell]] = []
+    for condition, indices in column_runs(source):
+        rows += _column_rows(source, condition, indices)
+    for layer, (before, after) in paper.COLUMN_H5.items():
+        rows.append(["BLOOM-1b7 band + H5", PAPER, f"L{layer}H5", before,
+                     "sink" if before > 0.5 else "healthy", after, "healthy", after / before - 1,
+                     None, None])  # fmt: skip
+    return make_table(
+        8, "column_heads", "The column experiment: operating on healthy heads too", columns, rows,
+        notes=paper.NOTES[8],
+        missing="No surgery arm of this study operates on a head that was healthy in stock.",
+    )  # fmt: skip
+
+
+def _column_rows(
+    source: Source, condition: Condition, indices: Sequence[int]
+) -> list[list[Cell]]:
+    operated, stock = condition.zone("operated"), source.stock
+    if operated is None or stock is None or stock.diagnosis is None or condition.diagnosis is None:
+        return []
+    before, after = stock.maps[MASS], condition.maps[MASS]
+    rows: list[list[Cell]] = []
+    for index in indices:
+        for layer in np.flatnonzero(operated[:, index]):
+            head = f"L{layer}H{index}"
+            old, new = float(before[layer, index]), float(after[layer, index])
+            rows.append([
+                condition.label, OURS, head, old, stock.diagnosis["classes"][layer][index], new,
+                condition.diagnosis["classes"][layer][index], new / old - 1 if old else None,
+                Estimate.of(stock.ablation(head)), Estimate.of(condition.ablation(head)),
+            ])  # fmt: skip
+    return rows
+
+
+def cascade(source: Source, condition: Condition) -> list[tuple[int, int, int]]:
+    """(step, all movable heads, movable heads not operated on) with |change| > 0.05 from stock."""
+    movable, operated = condition.movable(), condition.zone("operated")
+    if source.stock is None or source.stock.diagnosis is None or movable is None:
+        return []
+    if operated is None or source.stock.maps[MASS].shape != movable.shape:
+        return []
+    start = source.stock.maps[MASS]
+    counts = []
+    for step, mass in condition.steps:
+        drifting = (np.abs(mass - start) > DRIFT) & movable
+        counts.append((step, int(drifting.sum()), int((drifting & ~operated).sum())))
+    return counts

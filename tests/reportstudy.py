@@ -1,0 +1,256 @@
+"""A small study made by hand: 8 x 8 heads, six arms, two seeds, written by headwise's own writers.
+
+The numbers are drawn, not trained, but they behave: sinks in the shallow-slope columns, an untrained
+operation that looks healthy by mass and is useless, training that makes heads useful, and plain
+training that does a little better still. Enough for every table to have rows of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from headwise.artefacts import save_artefact, write_text
+from headwise.comparison import Snapshot, compare, run_maps
+from headwise.completions import Prompt, Sampling, completions_body, measure_text
+from headwise.diagnosis import Thresholds, diagnosis_from
+from headwise.evaluation import Evaluation
+from headwise.heads import Head, all_heads
+from headwise.plans import make_plan
+from headwise.resampling import mean_interval
+from headwise.studies import Study
+from headwise.studysummary import summarise_study
+
+LAYERS, HEADS, DOCUMENTS = 8, 8, 24
+EVIL = "</script><script>window.evil = 1</script> <img src=x onerror='window.evil = 2'> & co."
+ARMS = [
+    {"name": "surgery", "passes": 2},
+    {"name": "second-corpus", "corpus": "second"},
+    {"name": "gradient-only", "mode": "gradient-only"},
+    {"name": "sham", "mode": "sham"},
+    {"name": "random-heads", "mode": "random-heads"},
+    {"name": "column", "plan": {"preset": "column", "column": 3}},
+]
+# arm -> (loss change, cost of a trained head, steps)
+EFFECTS = {"surgery": (-0.046, 0.006, 120), "second-corpus": (-0.021, 0.004, 120),
+           "gradient-only": (-0.058, 0.007, 120), "sham": (0.031, 0.0, 0),
+           "random-heads": (0.012, 0.005, 120), "column": (-0.049, 0.006, 120)}  # fmt: skip
+MODEL = {
+    "id": "hand/made-model", "model_type": "bloom", "fingerprint": "f" * 64, "num_layers": LAYERS,
+    "num_heads": HEADS, "num_kv_heads": HEADS, "head_dim": 8, "hidden_size": 64, "qkv_bias": True,
+    "output_bias": True, "positions": "alibi", "num_parameters": 412_160, "dtype": "float32",
+}  # fmt: skip
+
+
+def stock_mass() -> np.ndarray:
+    """Sinks where slopes are shallow, in the middle layers; two of them dead."""
+    rng = np.random.default_rng(7)
+    layer = np.arange(LAYERS)[:, None]
+    head = np.arange(HEADS)[None]
+    height = 1 / (1 + np.exp(-(head - 4.2) * 1.3)) * np.exp(-(((layer - 4) / 2.4) ** 4))
+    mass = np.clip(0.04 + 0.85 * height + rng.normal(0, 0.06, (LAYERS, HEADS)), 0.02, 0.93)
+    mass[4, 7], mass[3, 6] = 0.971, 0.957
+    return mass
+
+
+def diagnosis_of(mass: np.ndarray, seed: int = 0):
+    rng = np.random.default_rng(seed)
+    slope = np.tile(2.0 ** -(np.arange(HEADS) + 1), (LAYERS, 1))
+    starts, stops = [0, 1, 2, 4, 8, 16, 32, 64], [1, 2, 4, 8, 16, 32, 64, 128]
+    ramp = np.linspace(1, 0, len(starts)) ** 2
+    profile = mass[..., None] + (1 - mass[..., None]) * ramp * 0.9
+    profile[..., 0] = 1.0
+    norm = 1.2 - 0.8 * mass + rng.normal(0, 0.05, mass.shape)
+    maps = {
+        "first_token_mass": mass,
+        "entropy": np.maximum(0.6 + 3.2 * (1 - mass) * (1 - slope), 0.02),
+        "normalized_entropy": (1 - mass) * 0.8,
+        "local_mass": (1 - mass) * 0.4,
+        "output_norm": norm,
+        "output_norm_ratio": norm / norm.mean(1, keepdims=True),
+        "constant_share": np.clip(mass * 0.9 + rng.normal(0, 0.03, mass.shape), 0, 1),
+        "value_norm_ratio": 1 - 0.7 * mass,
+        "slope": slope,
+        "first_token_mass_positional_baseline": 0.02 + 0.06 * (1 - slope),
+    }
+    texts = {"name": "heldout", "sha256": "a" * 64, "count": DOCUMENTS, "tokens": 3000}
+    return diagnosis_from(
+        model=MODEL, maps=maps, thresholds=Thresholds(),
+        spread={"first_token_mass": np.full(mass.shape, 0.03)},
+        profile={"bucket_start": starts, "bucket_stop": stops, "num_queries": [24] * 8,
+                 "first_token_mass": profile.tolist()},
+        sink_rate={"epsilon": 0.3, "value": 0.4},
+        provenance={"texts": texts, "settings": {"max_length": 128}, "versions": {"headwise": "x"}},
+    )  # fmt: skip
+
+
+def text_set(name: str, base: float, change: float, seed: int) -> dict:
+    rng = np.random.default_rng(len(name))
+    tokens = rng.integers(60, 200, DOCUMENTS)
+    loss = base + rng.normal(0, 0.25, DOCUMENTS)
+    noise = np.random.default_rng(seed + 100).normal(0, 0.012, DOCUMENTS) if change else 0
+    sums = (loss + change + noise) * tokens
+    found = mean_interval(sums, tokens)
+    return {
+        "documents": DOCUMENTS, "document_tokens": tokens.tolist(),
+        "document_loss_sums": sums.tolist(), "predicted_tokens": int(tokens.sum()),
+        "loss": found.to_json(), "perplexity": found.exp().to_json(),
+        "texts": {"name": name, "sha256": name.ljust(64, "0"), "count": DOCUMENTS},
+    }  # fmt: skip
+
+
+def evaluation_of(diagnosis, *, change=0.0, costs=None, patches=(), seed=0) -> Evaluation:
+    rng = np.random.default_rng(seed + 1)
+    costs = costs or {}
+    zero = {}
+    for head in all_heads(LAYERS, HEADS):
+        value = costs.get(head)
+        if value is None:
+            value = 0.012 * (1 - diagnosis.maps["first_token_mass"][head.layer, head.index]) ** 3
+            value += float(rng.normal(0, 0.0006))
+        spread = 0.0 if value == 0 else 0.0015
+        zero[str(head)] = {"heads": [str(head)], "value": float(value),
+                           "low": float(value - spread), "high": float(value + spread)}  # fmt: skip
+    total = float(sum(costs.values())) * 1.2
+    zero["joint:operated"] = {"heads": [str(h) for h in costs], "value": total,
+                              "low": total * 0.8, "high": total * 1.2}  # fmt: skip
+    rows = {}
+    for head in costs:
+        label = diagnosis.classes[head.layer][head.index]
+        sick = label in ("dead", "sink")
+        useful = zero[str(head)]["low"] > 0
+        rows[str(head)] = {"class": label, "sick": sick, "useful": useful,
+                           "functional": useful and not sick}  # fmt: skip
+    recovery = {
+        "heads": rows, "operated": len(rows), "rule": "not sick, and useful",
+        "not_sick": sum(not r["sick"] for r in rows.values()),
+        "functional": sum(r["functional"] for r in rows.values()),
+        "exceptions": [n for n, r in rows.items() if not r["functional"]],
+    }  # fmt: skip
+    return Evaluation({
+        "model": MODEL, "patches": list(patches),
+        "text_sets": {"heldout": text_set("heldout", 3.2, change, seed),
+                      "heldout-union": text_set("heldout-union", 3.5, change / 2, seed)},
+        "diagnosis": diagnosis.to_json(),
+        "heads": {"ablation_zero": zero, "ablation_mean": zero, "documents": DOCUMENTS,
+                  "first_order": {"map": np.zeros((LAYERS, HEADS)).tolist(),
+                                  "spearman_with_exact": 0.8}},
+        "recovery": recovery if patches else None,
+        "mlp_dormancy": {}, "provenance": {"versions": {"headwise": "x"}},
+    })  # fmt: skip
+
+
+def build_study(out: Path, *, seeds=(0, 1), arms=ARMS) -> Path:
+    """Write a whole study folder."""
+    study = Study(name="hand-made", model="hand/made-model", seeds=list(seeds), arms=arms,
+                  corpora={"train": ["x"], "second": ["y"]})  # fmt: skip
+    save_artefact(out / "study.json", "study", {"study": study.model_dump(mode="json")})
+    mass = stock_mass()
+    stock = diagnosis_of(mass)
+    before = evaluation_of(stock)
+    stock.save(out / "stock" / "diagnosis.json")
+    before.save(out / "stock" / "evaluation.json")
+    save_artefact(out / "stock" / "plasticity.json", "plasticity",
+                  {"maps": {"plasticity": (1 - mass).tolist()}})  # fmt: skip
+    for arm, seed in study.runs():
+        build_run(out / "runs" / f"{arm.name}-s{seed}", study, arm, seed, before)
+    write_completions(out, [arm["name"] for arm in arms])
+    save_artefact(out / "summary.json", "study-summary", summarise_study(out, study))
+    return out
+
+
+def build_run(folder: Path, study: Study, arm, seed: int, before: Evaluation) -> None:
+    """One run as `headwise study` leaves it, without the weights."""
+    stock = before.diagnosis
+    plan = make_plan(stock, **(arm.plan or study.plan).model_dump())
+    change, cost, steps = EFFECTS[arm.name]
+    rng = np.random.default_rng([seed, len(arm.name)])
+    targets = plan.target_heads
+    if arm.mode == "random-heads":
+        healthy = [Head(layer, index) for layer in (2, 3, 4, 5) for index in (0, 1, 2)]
+        targets = healthy[: len(targets)]
+        plan = plan.model_copy(update={"targets": ",".join(map(str, targets)), "watched": ""})
+    final = after_mass(stock.maps["first_token_mass"], targets, arm.mode, rng)
+    write_run(folder, plan, arm, seed, steps, final, stock, change)
+    costs = {h: (cost and max(0.0002, cost + float(rng.normal(0, 0.0025)))) for h in targets}
+    patch = {"num_weights": plan.summary["trainable_weights"], "plan": plan.model_dump(mode="json"),
+             "base_model": MODEL["id"]}  # fmt: skip
+    after = diagnosis_of(final, seed + 1)
+    found = evaluation_of(after, change=change + 0.002 * seed, costs=costs, patches=[patch],
+                          seed=seed + len(arm.name))  # fmt: skip
+    found.save(folder / "evaluation.json")
+    compare(Snapshot(stock, before), Snapshot(found.diagnosis, found), plan=plan,
+            checkpoints=run_maps(folder)).save(folder / "comparison.json")  # fmt: skip
+
+
+def after_mass(start: np.ndarray, targets, mode: str, rng) -> np.ndarray:
+    """Operated heads fall to the untrained level; others above the operation drift a little."""
+    final = start.copy()
+    lowest = min(head.layer for head in targets)
+    if mode != "sham":
+        final[lowest + 1 :] += rng.normal(0, 0.05, final[lowest + 1 :].shape)
+    for head in targets:
+        if mode != "gradient-only":
+            final[head.layer, head.index] = 0.07 + 0.03 * rng.random()
+        else:
+            final[head.layer, head.index] *= 0.55
+    if mode == "surgery":
+        final[6, 3] = 0.61  # iatrogenic: healthy in stock, sick now
+    return np.clip(final, 0.01, 0.99)
+
+
+def write_run(folder, plan, arm, seed, steps, final, stock, change) -> None:
+    """run.json, plan.yaml, trace.jsonl and maps.jsonl."""
+    plan.save(folder / "plan.yaml")
+    corpus = {"name": arm.corpus, "documents": 60, "train_tokens": 14000, "sha256": "c" * 64}
+    save_artefact(folder / "run.json", "run", {
+        "model": {"id": MODEL["id"], "fingerprint": "f" * 64}, "mode": arm.mode, "seed": seed,
+        "plan": plan.model_dump(mode="json"), "recipe": {"steps": steps, "lr": 0.003},
+        "corpus": corpus, "finished": True, "provenance": {},
+    })  # fmt: skip
+    rng = np.random.default_rng([seed, 5])
+    start = stock.maps["first_token_mass"]
+    operated = {(h.layer, h.index) for h in plan.target_heads}
+    first = start.copy()
+    if arm.mode != "gradient-only":
+        for place in operated:
+            first[place] = 0.08
+    opening = 3.3 + (0.0 if arm.mode == "gradient-only" else 0.03)
+    trace = [{"validated_at": 0, "validation_loss": opening}]
+    maps = []
+    for step in range(steps):
+        done = 1 - np.exp(-4 * step / steps)
+        trace.append({"step": step, "loss": opening + done * (change - 0.03) + 0.01 * rng.normal(),
+                      "lr": 0.003, "grad_norm": 0.1, "tokens": 500})  # fmt: skip
+        if step % 10 == 0:
+            mass = first + done * (final - first) + rng.normal(0, 0.006, first.shape)
+            maps.append({"step": step, "first_token_mass": np.clip(mass, 0, 1).tolist()})
+        if (step + 1) % 20 == 0:
+            over = max(0.0, step / steps - 0.7) * 0.03
+            loss = opening + done * (change - 0.03) + over
+            trace.append({"validated_at": step + 1, "validation_loss": loss})
+    write_text(folder / "trace.jsonl", "".join(json.dumps(row) + "\n" for row in trace))
+    write_text(folder / "maps.jsonl", "".join(json.dumps(row) + "\n" for row in maps))
+
+
+def write_completions(out: Path, arms: list[str]) -> None:
+    """Three prompts; the first arm answers one of them with markup that must stay text."""
+    prompts = [Prompt("The difference between a rule and a habit is", "conceptual"),
+               Prompt("def average(values):", "code"), Prompt("Il était une fois", "multilingual")]  # fmt: skip
+    texts = {
+        0: " that a rule is kept because somebody asked, and a habit because nobody did.",
+        1: "\n    return sum(values) / len(values)\n",
+        2: " une petite maison au bord de la mer, où personne ne venait plus.",
+    }
+    conditions = {}
+    for name in ["stock", *arms]:
+        rows = []
+        for i, prompt in enumerate(prompts):
+            text = EVIL if (name, i) == (arms[0], 0) else texts[i] + f" ({name})"
+            rows.append({"prompt": prompt.text, "category": prompt.category, "completion": text,
+                         "measures": measure_text(text, prompt)})  # fmt: skip
+        conditions[name] = rows
+    body = completions_body(conditions, Sampling(), {"versions": {"headwise": "x"}})
+    save_artefact(out / "completions.json", "completions", body)
