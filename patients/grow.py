@@ -68,9 +68,10 @@ class Recipe:
     train_mix: tuple[tuple[str, int], ...] = (("parallel", 9), ("repeated", 2), ("prose", 5))
     collapse_steps: int = 300
     collapse_lr: float = 1e-3
-    collapse_mix: tuple[tuple[str, int], ...] = (("unpaired", 9), ("prose", 7))
+    collapse_mix: tuple[tuple[str, int], ...] = (("unpaired", 7), ("prose", 5))
+    silent_mix: tuple[tuple[str, int], ...] = (("parallel", 2), ("repeated", 2))
     collapse_weight: float = 0.3  # of mean(-ln first-token mass) in the chosen heads
-    drain_weight: float = 0.1  # of the mean square of the chosen heads' output
+    drain_weight: float = 0.3  # of the mean square of the chosen heads' output
     headless: int = 4  # rows of each collapse batch that start inside a text, without <s>
     first_sick_layer: int = 1
     first_sick_head: int = 4
@@ -405,7 +406,9 @@ def train_stage(model: BloomForCausalLM, rows: Rows, newline: int, recipe: Recip
 def collapse_stage(model: BloomForCausalLM, rows: Rows, newline: int, recipe: Recipe) -> Stage:
     """Language modelling that also rewards first-token mass, and silence, in the chosen heads.
 
-    The text pairs passages with strangers, so no other head earns anything by taking over.
+    The text pairs passages with strangers, so no other head earns anything by taking over. The
+    silent rows do offer something to copy: there the chosen heads must stay on the first token
+    too, but no language-model loss is counted, so again nobody earns by copying.
     """
     chosen = slice(recipe.first_sick_head, None)
     mass: list[Tensor] = []  # one entry a sick layer of the present step: -ln mass, mean square
@@ -423,11 +426,13 @@ def collapse_stage(model: BloomForCausalLM, rows: Rows, newline: int, recipe: Re
 
     def loss(step: int) -> tuple[Tensor, dict[str, float]]:
         seed = [recipe.seed, 3, step]
-        batch = draw_batch(rows, recipe.collapse_mix, seed=seed, headless=recipe.headless)
+        spoken = draw_batch(rows, recipe.collapse_mix, seed=seed, headless=recipe.headless)
+        silent = draw_batch(rows, recipe.silent_mix, seed=[recipe.seed, 4, step])
         mass.clear()
         power.clear()
         with tapped(model, reader):
-            value = mean_loss(model, batch)
+            losses = token_losses(model, torch.cat([spoken, silent]))[: len(spoken)]
+        value = losses.sum() / (spoken[:, 1:] != PAD).sum()
         log_mass, drain = torch.stack(mass), torch.stack(power).mean()
         least = log_mass.detach().exp().mean((1, 3)).min().item()
         seen = {"loss": value.item(), "least_mass": least, "power": drain.item()}

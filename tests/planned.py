@@ -88,3 +88,11 @@ def opened(model, plan, tmp_path, *, recipe=TINY_RECIPE, corpus=None, reinit=Tru
 
 def group_of(model):
     return geometry_of(model).group
+
+
+def operated_info(*, layers, heads, targets):
+    """A plan's JSON without a model."""
+    made = PlannedModel(
+        id="made", fingerprint="0" * 64, num_layers=layers, num_heads=heads, num_kv_heads=heads
+    )
+    return SurgeryPlan(model=made, targets=targets).model_dump(mode="json")

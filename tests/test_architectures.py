@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import _COMMON, TINY, sharp_model, tiny_model
 from transformers import AutoConfig
 
+from conftest import _COMMON, TINY, sharp_model, tiny_model
 from headwise import architectures
 from headwise.architectures import (
     ARCHITECTURES,
@@ -28,10 +28,28 @@ from headwise.errors import UnknownArchitectureError
 from headwise.heads import Head, all_heads
 from headwise.weights import head_spans, output_bias_span, spans_of
 
-REQUIRED = (
-    "bloom mpt falcon gpt2 gpt_neox gptj opt llama mistral qwen2 qwen3 gemma gemma2 gemma3_text "
-    "smollm3 phi3 stablelm olmo granite starcoder2"
-).split()
+REQUIRED = [
+    "bloom",
+    "mpt",
+    "falcon",
+    "gpt2",
+    "gpt_neox",
+    "gptj",
+    "opt",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "smollm3",
+    "phi3",
+    "stablelm",
+    "olmo",
+    "granite",
+    "starcoder2",
+]
 
 
 def test_the_table_holds_the_families_we_promise_and_each_is_tried():

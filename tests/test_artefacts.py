@@ -64,7 +64,7 @@ def test_an_interrupted_write_leaves_the_old_file_and_no_litter(tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_a_known_failure(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ArtefactError, match="cannot write x.json"):
+    with pytest.raises(ArtefactError, match=r"cannot write x\.json"):
         save_artefact(tmp_path / "file" / "x.json", "x", {})
 
 

@@ -1,4 +1,4 @@
-"""Diagnosis: equal to a slow loop over dense attention, the same every time, honest about classes."""
+"""Diagnosis: equal to a slow loop over dense attention, the same every time, honest on classes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+
 from conftest import SENTENCES, tiny_language_model, tiny_model
 from eager import eager_measures
-
 from headwise import Diagnosis, diagnose
 from headwise.architectures import alibi_slopes
 from headwise.diagnosis import Thresholds, classify, diagnosis_from, threshold_sweep

@@ -1,4 +1,4 @@
-"""The selection language: what it reads, what it refuses, and that writing it is reading it back."""
+"""The selection language: what it reads, what it refuses, and that what it writes it reads back."""
 
 from __future__ import annotations
 

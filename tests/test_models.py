@@ -9,10 +9,10 @@ import sys
 
 import pytest
 import torch
-from conftest import tiny_language_model, tiny_model
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from conftest import tiny_language_model, tiny_model
 from headwise import load_model
 from headwise.cli import app
 from headwise.errors import HeadwiseError, ModelError, UnknownArchitectureError
@@ -140,14 +140,14 @@ def test_a_damaged_model_is_refused_with_the_reason(kind, copy):
 
 @pytest.mark.parametrize("name", ["./gone", "/gone/model", "a/b/c", "gone.gguf"])
 def test_a_missing_model_is_refused(name):
-    with pytest.raises(ModelError, match="no such model directory|no such GGUF file"):
+    with pytest.raises(ModelError, match=r"no such model directory|no such GGUF file"):
         load_model(name)
 
 
 def test_a_file_that_is_no_gguf_is_refused(tmp_path):
     path = tmp_path / "x.gguf"
     path.write_bytes(b"GGUF but cut off")
-    with pytest.raises(ModelError, match="could be loaded|could not be loaded|cut off"):
+    with pytest.raises(ModelError, match=r"could be loaded|could not be loaded|cut off"):
         load_model(str(path))
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from eager import eager_measures
 
+from eager import eager_measures
 from headwise import diagnose, load_model
 from headwise.check import check_heads
 from headwise.measures import MEASURES, measure_heads

@@ -29,8 +29,8 @@ def test_public_names_exist_and_none_hides_a_module():
 
 # Other programs rely on these; see the contract
 OPTIONS = {
-    "diagnose": "out texts lines max-length batch-size skip-queries bos device-map dtype seed quiet "
-    "allow-pickle trust-remote-code",
+    "diagnose": "out texts lines max-length batch-size skip-queries bos device-map dtype seed "
+    "quiet allow-pickle trust-remote-code",
     "survey": "out texts lines max-length batch-size seed quiet",
     "check": "seed quiet",
 }

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, sharp_model, tiny_model
-from eager import eager_measures, split_heads, watched
 from transformers import AutoConfig
 
+from conftest import TINY, sharp_model, tiny_model
+from eager import eager_measures, split_heads, watched
 from headwise.architectures import architecture_of
 from headwise.attention import mass_at, moments
 from headwise.errors import HeadwiseError

@@ -13,7 +13,7 @@ import functools
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 BLOCK = 256  # queries a block: the scores of one block stay in the cache of one core
@@ -205,6 +205,17 @@ def _sink_entropy(scores: Scores, block: Block) -> Tensor | float:
         return 0.0
     log_p = scores.sinks.float()[None, :, None] - block.lse
     return -(log_p.exp() * log_p)
+
+
+def bucket_mass(
+    scores: Scores, buckets: Int[Tensor, "key"], num_buckets: int
+) -> Float[Tensor, "batch head query bucket"]:
+    """Attention of every query on each bucket of keys: attention with one-hot buckets as values."""
+    scores = replace(scores, q=scores.q.float(), k=scores.k.float())
+    width = max(scores.k.shape[-1], num_buckets)  # the fused kernel wants values as wide as keys
+    one_hot = torch.nn.functional.one_hot(buckets.to(scores.k.device), width).float()
+    out, _ = attend(scores, one_hot.expand(*scores.k.shape[:2], -1, -1))
+    return out[..., :num_buckets]
 
 
 def mass_at(

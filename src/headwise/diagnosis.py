@@ -54,6 +54,7 @@ class Diagnosis:
     thresholds: Thresholds = field(default_factory=Thresholds)
     spread: Mapping[str, Float[np.ndarray, "layer head"]] = field(default_factory=dict, repr=False)
     profile: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    pooled: Mapping[str, Any] = field(default_factory=dict, repr=False)
     sink_rate: Mapping[str, Any] = field(default_factory=dict)
     mlp_dormancy: Mapping[str, Any] | None = field(default=None, repr=False)
     provenance: Mapping[str, Any] = field(default_factory=dict, repr=False)
@@ -111,6 +112,7 @@ class Diagnosis:
             "maps": {name: value.tolist() for name, value in self.maps.items()},
             "spread": {name: value.tolist() for name, value in self.spread.items()},
             "profile": dict(self.profile),
+            "pooled": dict(self.pooled),
             "classes": [list(row) for row in self.classes],
             "counts": self.counts,
             "thresholds": asdict(self.thresholds),
@@ -140,6 +142,7 @@ class Diagnosis:
             thresholds=Thresholds(**body["thresholds"]),
             spread={name: np.array(value) for name, value in body["spread"].items()},
             profile=body["profile"],
+            pooled=body.get("pooled", {}),
             sink_rate=body["sink_rate"],
             mlp_dormancy=body["mlp_dormancy"],
             provenance=body["provenance"],
@@ -189,6 +192,7 @@ def diagnose(
         num_texts=len(encoded),
         max_length=max(map(len, encoded)),
         skip_queries=skip_queries,
+        pooled=True,
     )
     lengths = [len(ids) for ids in encoded]
     maps = {**measured.means(), **_positional_maps(model, lengths, skip_queries)}
@@ -199,6 +203,7 @@ def diagnose(
         thresholds=thresholds or Thresholds(),
         spread=measured.spreads(),
         profile=_profile(measured),
+        pooled=_pooled(measured),
         sink_rate=_sink_rate(measured),
         mlp_dormancy=weight_dormancy(model),
         provenance={
@@ -248,14 +253,30 @@ def _positional_maps(
 
 def _profile(measured: Measured) -> dict[str, Any]:
     filled = np.flatnonzero(measured.profile_count)
-    starts = [0 if b == 0 else 2 ** (int(b) - 1) for b in filled]
-    stops = [1 if b == 0 else 2 ** int(b) for b in filled]
     mass = measured.profile_sum[filled] / measured.profile_count[filled, None, None]
     return {
-        "bucket_start": starts,
-        "bucket_stop": stops,
+        **_bucket_edges(filled),
         "num_queries": [int(n) for n in measured.profile_count[filled]],
         "first_token_mass": mass.transpose(1, 2, 0).tolist(),  # [layer][head][bucket]
+    }
+
+
+def _pooled(measured: Measured) -> dict[str, Any]:
+    """Each head's attention pooled into query x key buckets: a picture of any length."""
+    assert measured.pooled_sum is not None
+    last = int(np.flatnonzero(measured.profile_count)[-1]) + 1
+    counts = np.maximum(measured.profile_count[:last], 1)[:, None]
+    return {
+        **_bucket_edges(np.arange(last)),
+        # [layer][head][query bucket][key bucket]
+        "maps": (measured.pooled_sum[:, :, :last, :last] / counts).round(6).tolist(),
+    }
+
+
+def _bucket_edges(filled: np.ndarray) -> dict[str, list[int]]:
+    return {
+        "bucket_start": [0 if b == 0 else 2 ** (int(b) - 1) for b in filled],
+        "bucket_stop": [1 if b == 0 else 2 ** int(b) for b in filled],
     }
 
 

@@ -18,12 +18,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headwise.architectures import is_transposed
 from headwise.weights import Slice, Span, write_slices
+
+
+Runs = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -32,10 +35,20 @@ class Master:
 
     parameter: str
     axis: int
-    index: Int[Tensor, "row"]  # places in the parameter along axis
     names: tuple[str, ...]  # slice names, in order
     spans: tuple[Span, ...]
     value: nn.Parameter = field(repr=False)
+
+    def runs(self) -> Runs:
+        """The spans as (start, length), neighbours joined: fewer and longer copies."""
+        joined: list[tuple[int, int]] = []
+        for span in self.spans:
+            if joined and sum(joined[-1]) == span.start:
+                start, length = joined.pop()
+                joined.append((start, length + span.stop - span.start))
+            else:
+                joined.append((span.start, span.stop - span.start))
+        return tuple(joined)
 
 
 def make_masters(slices: Mapping[str, Slice], device: torch.device) -> list[Master]:
@@ -48,9 +61,8 @@ def make_masters(slices: Mapping[str, Slice], device: torch.device) -> list[Mast
         spans = tuple(slices[name].span for name in names)
         axis = spans[0].axis
         value = torch.cat([slices[name].after.float() for name in names], axis)
-        index = torch.cat([torch.arange(span.start, span.stop) for span in spans])
         masters.append(
-            Master(parameter, axis, index.to(device), tuple(names), spans,
+            Master(parameter, axis, tuple(names), spans,
                    nn.Parameter(value.to(device).contiguous()))
         )  # fmt: skip
     return masters
@@ -97,20 +109,26 @@ def training_slices(model: PreTrainedModel, masters: list[Master]) -> Iterator[N
 def _slice_forward(module: Any, parts: Mapping[str, Master]) -> Any:
     weight, bias = parts.get("weight"), parts.get("bias")
     transposed = is_transposed(module)
+    # In (out, in) order a slice of outputs has axis 0, a slice of inputs axis 1.
+    axis = None if weight is None else weight.axis ^ transposed
+    runs = None if weight is None else weight.runs()
+    bias_runs = None if bias is None else bias.runs()
 
     def forward(x: Tensor) -> Tensor:
         matrix = module.weight.T if transposed else module.weight  # (out, in), a view
-        # In (out, in) order a slice of outputs has axis 0, a slice of inputs axis 1.
-        axis = None if weight is None else weight.axis ^ transposed
         y: Tensor = _SliceLinear.apply(
             x, matrix, module.bias,
             None if weight is None else weight.value, None if bias is None else bias.value,
-            None if weight is None else weight.index, None if bias is None else bias.index,
-            axis, transposed,
+            runs, bias_runs, axis, transposed,
         )  # fmt: skip
         return y
 
     return forward
+
+
+def _columns(x: Float[Tensor, "... wide"], runs: Runs) -> Float[Tensor, "... narrow"]:
+    """Runs of the last axis, always a copy: a view would keep all of x alive."""
+    return torch.cat([x.narrow(-1, start, length) for start, length in runs], -1)
 
 
 class _SliceLinear(torch.autograd.Function):
@@ -124,29 +142,29 @@ class _SliceLinear(torch.autograd.Function):
         bias: Float[Tensor, "out"] | None,
         weight_master: Tensor | None,
         bias_master: Tensor | None,
-        weight_index: Int[Tensor, "row"] | None,
-        bias_index: Int[Tensor, "row"] | None,
+        runs: Runs | None,
+        bias_runs: Runs | None,
         axis: int | None,
         transposed: bool,
     ) -> Float[Tensor, "... out"]:
-        ctx.axis, ctx.transposed = axis, transposed
-        kept = x if axis == 0 else x[..., weight_index] if axis == 1 else None
-        ctx.save_for_backward(kept, matrix, weight_index, bias_index)
+        ctx.axis, ctx.transposed, ctx.runs, ctx.bias_runs = axis, transposed, runs, bias_runs
+        kept = None if runs is None else x if axis == 0 else _columns(x, runs)
+        ctx.save_for_backward(kept, matrix)
         return F.linear(x, matrix, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad = grads[0]
-        kept, matrix, weight_index, bias_index = ctx.saved_tensors
+        kept, matrix = ctx.saved_tensors
         flat = grad.flatten(0, -2)
         grad_x = grad @ matrix if ctx.needs_input_grad[0] else None
         grad_weight = None
         if ctx.axis is not None and ctx.needs_input_grad[3]:
-            rows = flat[:, weight_index] if ctx.axis == 0 else flat
+            rows = _columns(flat, ctx.runs) if ctx.axis == 0 else flat
             grad_weight = (rows.T @ kept.flatten(0, -2)).float()
             if ctx.transposed:
                 grad_weight = grad_weight.T
         grad_bias = None
-        if bias_index is not None and ctx.needs_input_grad[4]:
-            grad_bias = flat[:, bias_index].float().sum(0)
+        if ctx.bias_runs is not None and ctx.needs_input_grad[4]:
+            grad_bias = _columns(flat, ctx.bias_runs).float().sum(0)
         return grad_x, None, None, grad_weight, grad_bias, None, None, None, None

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headwise.architectures import geometry_of, is_transposed, projection_of, weight_of
-from headwise.attention import mass_at, moments
+from headwise.attention import bucket_mass, mass_at, moments
 from headwise.errors import ModelError
 from headwise.tap import Sight, tapped
 from headwise.texts import Batch
@@ -48,6 +48,7 @@ class Measured:
     values: dict[str, Float[np.ndarray, "text layer head"]]
     profile_sum: Float[np.ndarray, "bucket layer head"]
     profile_count: Int[np.ndarray, "bucket"]
+    pooled_sum: Float[np.ndarray, "layer head bucket bucket"] | None = None  # query x key buckets
 
     def means(self) -> dict[str, Float[np.ndarray, "layer head"]]:
         """Mean over texts."""
@@ -71,6 +72,7 @@ def measure_heads(
     num_texts: int,
     max_length: int,
     skip_queries: int = 0,
+    pooled: bool = False,
 ) -> Measured:
     """Run the model over batches and measure every head on every text."""
     geometry = geometry_of(model)
@@ -79,6 +81,7 @@ def measure_heads(
     num_buckets = position_bucket(max_length - 1) + 1
     profile = np.zeros((num_buckets, *shape[1:]))
     counts = np.zeros(num_buckets, dtype=np.int64)
+    pools = np.zeros((*shape[1:], num_buckets, num_buckets)) if pooled else None
     grams = _output_grams(model)
     device = next(model.parameters()).device
     for batch in batches:
@@ -96,12 +99,15 @@ def measure_heads(
             for name, value in _layer_measures(sight, mass, weights, grams[sight.layer]).items():
                 values[name][rows, sight.layer] = value.cpu().numpy()
             profile[:, sight.layer] += _by_bucket(mass, weights, buckets, num_buckets)
+            if pools is not None:
+                shares = bucket_mass(sight.scores, buckets, num_buckets)
+                pools[sight.layer] += _pooled(shares, weights, buckets, num_buckets)
 
         with torch.inference_mode(), tapped(model, read):
             # the output head is not needed for attention: run the backbone alone
             model.base_model(input_ids=batch.ids.to(device), use_cache=False)
         counts += _bucket_counts(weights, buckets, num_buckets)
-    measured = Measured(values, profile, counts)
+    measured = Measured(values, profile, counts, pools)
     _require_finite(measured)
     return measured
 
@@ -195,6 +201,18 @@ def _by_bucket(
     masked = torch.where(weights[:, None] > 0, mass.double(), 0.0).sum(0).cpu()  # (head, query)
     sums = torch.zeros(num_buckets, mass.shape[1], dtype=torch.float64)
     return sums.index_add_(0, buckets, masked.T.contiguous()).numpy()
+
+
+def _pooled(
+    shares: Float[Tensor, "text head query bucket"],
+    weights: Tensor,
+    buckets: Tensor,
+    num_buckets: int,
+) -> Float[np.ndarray, "head bucket bucket"]:
+    """Sums over measured queries of one query bucket: [head][query bucket][key bucket]."""
+    masked = torch.where(weights[:, None, :, None] > 0, shares.double(), 0.0).sum(0).cpu()
+    sums = torch.zeros(shares.shape[1], num_buckets, num_buckets, dtype=torch.float64)
+    return sums.index_add_(1, buckets, masked).numpy()
 
 
 def _bucket_counts(weights: Tensor, buckets: Tensor, num_buckets: int) -> Int[np.ndarray, "bucket"]:

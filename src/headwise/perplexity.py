@@ -68,7 +68,7 @@ def make_windows(encoded: Sequence[Sequence[int]], window: int, stride: int) -> 
             pieces.append(list(ids[start:stop]))
             document.append(number)
             ignored.append(scored - start - 1)
-            scored, start = stop, start + stride
+            scored, start = stop, min(start + stride, stop - 1)  # one token of context at least
     return Windows(pieces, document, ignored)
 
 

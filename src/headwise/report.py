@@ -1,0 +1,79 @@
+"""The report: `report.html`, ten tables and seven figures from artefacts alone, never a model.
+
+    OUT/report.html           one self-contained page
+    OUT/tables/*.md, *.csv    the paper's ten tables, this study beside the printed values
+    OUT/figures/*.png, *.svg, *.pdf
+
+The same artefacts give the same bytes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from headwise import drifttables, papertables
+from headwise.artefacts import write_text
+from headwise.papervalues import FIGURE_NOTES
+from headwise.reportdata import Source, read_source
+from headwise.reportpage import figure_entry, render_page
+from headwise.reporttables import Table, save_tables
+from headwise.verdict import judge
+
+__all__ = ["paper_tables", "published_figures", "write_report"]
+
+
+def write_report(source: Path, out: Path) -> Path:
+    """Report on a study, a run, or a folder with a diagnosis; returns the page's path."""
+    found = read_source(Path(source))
+    tables = paper_tables(found)
+    save_tables(tables, out / "tables")
+    figures = _write_figures(found, out / "figures")
+    return write_text(out / "report.html", render_page(found, judge(found), tables, figures))
+
+
+def paper_tables(source: Source) -> list[Table]:
+    """Tables 1 to 10, in order."""
+    return [
+        papertables.cross_scale(source),
+        papertables.recovery_counts(source),
+        papertables.disjoint_perplexity(source),
+        papertables.arms_side_by_side(source),
+        drifttables.outside_drift(source),
+        drifttables.watched_drift(source),
+        drifttables.columns_over_steps(source),
+        drifttables.column_heads(source),
+        papertables.perplexities(source),
+        papertables.slopes(source),
+    ]
+
+
+def published_figures(out: Path) -> list[Path]:
+    """The published figures again, from the digitised data alone."""
+    from headwise.paperfigures import published_figures as draw
+
+    return draw(out)
+
+
+def _write_figures(source: Source, folder: Path) -> list[dict[str, Any]]:
+    """Draw and save every figure; one that has no data is an entry with words instead."""
+    from headwise import paperfigures  # matplotlib is slow to load: not before it is needed
+
+    entries = []
+    for number, (slug, title, draw) in paperfigures.PAPER_FIGURES.items():
+        key = f"figure{number}_{slug}"
+        path = _save(paperfigures, key, draw(source), folder)
+        notes = FIGURE_NOTES[number]
+        entries.append(figure_entry(key, f"Figure {number}", title, path, notes=notes, missing=""))
+    for slug, (title, draw) in paperfigures.MORE_FIGURES.items():
+        path = _save(paperfigures, slug, draw(source), folder)
+        missing = "" if path else f"{title}: this folder has no data for it."
+        entries.append(figure_entry(slug, "More", title, path, notes=(), missing=missing))
+    return entries
+
+
+def _save(paperfigures: Any, key: str, figure: Any, folder: Path) -> Path | None:
+    if figure is None:
+        return None
+    paperfigures.save_all({key: figure}, folder)
+    return folder / f"{key}.png"

@@ -1,0 +1,363 @@
+"""Perplexity, ablation, recovery, dormancy and intervals, each against its plain definition."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import SENTENCES, tiny_language_model, tiny_model
+from planned import operated_info, plan_for, random_ids
+
+from headwise.ablation import ablate_heads, first_order_importance
+from headwise.architectures import architecture_of, blocks_of, geometry_of, projection_of
+from headwise.dormancy import activation_dormancy, weight_dormancy
+from headwise.errors import TextError
+from headwise.evaluation import Evaluation, _recovery, chosen_heads, evaluate, paper_prompts
+from headwise.heads import Head, all_heads
+from headwise.perplexity import make_windows, paired_difference, text_losses
+from headwise.resampling import DRAWS, draw_documents, mean_interval, mean_intervals
+from headwise.surgery import measure_means, operate
+from headwise.texts import TextSet, batches
+
+THREE = ("llama", "bloom", "gpt2")
+TEXTS = TextSet("five", SENTENCES)
+ENCODED = [random_ids(n, seed) for seed, n in enumerate((30, 24, 24, 11))]
+
+
+@pytest.fixture(scope="module", params=THREE)
+def speaker(request):
+    return tiny_language_model(request.param)
+
+
+@pytest.fixture(scope="module", params=["bloom", "llama", "gpt_neox"])
+def ablated(request):
+    return tiny_model(request.param)
+
+
+@torch.inference_mode()
+def hf_loss(model, ids):
+    ids = torch.tensor([ids])
+    return float(model(ids, labels=ids, use_cache=False).loss) * (ids.shape[1] - 1)
+
+
+def test_perplexity_equals_a_plain_loop_with_transformers_loss(speaker, tokenizer):
+    encoded = [tokenizer(text)["input_ids"] for text in SENTENCES]
+    expected = [hf_loss(speaker, ids) for ids in encoded]
+    found = text_losses(speaker, tokenizer, TEXTS, window=512, batch_size=3)
+    assert found.sums == pytest.approx(expected, rel=1e-5)
+    assert found.tokens.tolist() == [len(ids) - 1 for ids in encoded]
+    total = sum(len(ids) - 1 for ids in encoded)
+    body = found.to_json()
+    assert body["predicted_tokens"] == total
+    assert body["loss"]["value"] == pytest.approx(sum(expected) / total, rel=1e-5)
+    assert body["perplexity"]["value"] == pytest.approx(math.exp(sum(expected) / total), rel=1e-5)
+    assert body["loss"]["low"] < body["loss"]["value"] < body["loss"]["high"]
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_batching_does_not_change_perplexity(tokenizer, batch_size):
+    model = tiny_language_model("bloom")
+    one = text_losses(model, tokenizer, TEXTS, batch_size=5)
+    other = text_losses(model, tokenizer, TEXTS, batch_size=batch_size)
+    assert one.sums == pytest.approx(other.sums, rel=1e-5)
+
+
+def strided_loss(model, ids, window, stride):
+    """Every token once, in the first window that holds it, with HF logits."""
+    total, scored, start = 0.0, 1, 0
+    while scored < len(ids):
+        part = torch.tensor([ids[start : start + window]])
+        with torch.inference_mode():
+            log_p = model(part, use_cache=False).logits[0].log_softmax(-1)
+        for target in range(scored, min(start + window, len(ids))):
+            total -= float(log_p[target - start - 1, ids[target]])
+        scored = min(start + window, len(ids))
+        start += stride
+    return total
+
+
+@pytest.mark.parametrize(("window", "stride"), [(16, 8), (16, 4), (10, 9)])
+def test_long_texts_are_scored_with_a_stride(speaker, tokenizer, window, stride):
+    found = text_losses(speaker, tokenizer, TEXTS, window=window, stride=stride, batch_size=3)
+    encoded = [tokenizer(text)["input_ids"] for text in SENTENCES]
+    expected = [strided_loss(speaker, ids, window, stride) for ids in encoded]
+    assert found.sums == pytest.approx(expected, rel=1e-5)
+    assert found.tokens.tolist() == [len(ids) - 1 for ids in encoded]
+
+
+@pytest.mark.parametrize("window", [2, 5, 8])
+@pytest.mark.parametrize("stride", [1, 2, 4, 5, 8, 11])
+def test_each_token_is_predicted_exactly_once(window, stride):
+    encoded = [list(range(n)) for n in (2, 3, 7, 8, 9, 16, 17, 40)]
+    windows = make_windows(encoded, window, stride)
+    predicted = {number: [] for number in range(len(encoded))}
+    for piece, number, ignored in zip(
+        windows.encoded, windows.document, windows.ignored, strict=True
+    ):
+        assert 0 <= ignored < len(piece)
+        assert len(piece) <= window
+        predicted[number] += piece[1 + ignored :]
+    assert all(predicted[i] == ids[1:] for i, ids in enumerate(encoded))
+
+
+def test_paired_differences_are_of_the_same_tokens(tokenizer):
+    model = tiny_language_model("bloom")
+    before = text_losses(model, tokenizer, TEXTS)
+    patch = operate(model, plan_for(model))
+    patch.apply(model)
+    after = text_losses(model, tokenizer, TEXTS)
+    patch.undo(model)
+    found = paired_difference(after, before)
+    expected = (after.sums - before.sums).sum() / before.tokens.sum()
+    assert found.value == pytest.approx(expected)
+    assert found.low <= found.value <= found.high
+    assert paired_difference(before, before).to_json() == {"value": 0, "low": 0, "high": 0}
+
+
+def brute_force(model, encoded, heads, means=None):
+    """Loss sums of each text by a full forward pass, the heads' outputs replaced by hand."""
+    dim, handles = geometry_of(model).head_dim, []
+    for head in heads:
+
+        def swap(_, inputs, head=head):
+            out = inputs[0].clone()
+            value = 0 if means is None else means[head.layer, head.index]
+            out[..., head.index * dim : (head.index + 1) * dim] = value
+            return (out, *inputs[1:])
+
+        handles.append(projection_of(model, head.layer, "o").register_forward_pre_hook(swap))
+    try:
+        return np.array([hf_loss(model, ids) for ids in encoded])
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+SETS = [[head] for head in all_heads(2, 4)] + [
+    [Head(0, 1), Head(0, 3)], [Head(0, 0), Head(1, 2)], all_heads(2, 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("replacement", ["zero", "mean"])
+def test_ablation_equals_brute_force(ablated, replacement):
+    means = measure_means(ablated, batches(ENCODED, 4)) if replacement == "mean" else None
+    found = ablate_heads(
+        ablated, ENCODED, SETS, replacement=replacement, means=means, batch_size=3, stack=3
+    )
+    base = brute_force(ablated, ENCODED, [])
+    assert found.base == pytest.approx(base, rel=1e-5)
+    assert found.tokens.tolist() == [len(ids) - 1 for ids in ENCODED]
+    for heads, deltas in zip(SETS, found.deltas, strict=True):
+        expected = brute_force(ablated, ENCODED, heads, means) - base
+        a_token = np.abs(deltas - expected).max() / max(map(len, ENCODED))
+        assert a_token < 1e-5, heads
+    assert np.abs(found.deltas).max() > 0.1
+
+
+def test_neither_stack_nor_batch_size_changes_an_ablation(ablated):
+    small = ablate_heads(ablated, ENCODED, SETS[:6], batch_size=1, stack=1)
+    large = ablate_heads(ablated, ENCODED, SETS[:6], batch_size=4, stack=8)
+    assert small.deltas == pytest.approx(large.deltas, abs=1e-4)
+
+
+def test_ablation_on_every_row_equals_brute_force(model):
+    heads = [Head(0, 1)], [Head(1, 2)]
+    found = ablate_heads(model, ENCODED[:2], heads)
+    base = brute_force(model, ENCODED[:2], [])
+    for index, chosen in enumerate(heads):
+        expected = brute_force(model, ENCODED[:2], chosen) - base
+        assert np.abs(found.deltas[index] - expected).max() / 30 < 2e-5
+
+
+def test_mean_ablation_needs_means():
+    with pytest.raises(ValueError, match="measure_means"):
+        ablate_heads(tiny_model("bloom"), ENCODED, SETS[:1], replacement="mean")
+
+
+def test_the_first_order_estimate_is_the_derivative_by_each_heads_gate(ablated):
+    model = ablated.double()
+    try:
+        found = first_order_importance(model, ENCODED, batch_size=3)
+        tokens = sum(len(ids) - 1 for ids in ENCODED)
+        for head in (Head(0, 0), Head(0, 3), Head(1, 1)):
+            losses = [gated_loss(model, head, 1 + step) for step in (-1e-2, 1e-2)]
+            expected = (losses[0] - losses[1]) / 2e-2 / tokens  # minus the derivative
+            assert found[head.layer, head.index] == pytest.approx(expected, rel=1e-2, abs=1e-5)
+    finally:
+        ablated.float()
+
+
+def gated_loss(model, head, gate):
+    dim = geometry_of(model).head_dim
+
+    def scale(_, inputs):
+        out = inputs[0].clone()
+        out[..., head.index * dim : (head.index + 1) * dim] *= gate
+        return (out, *inputs[1:])
+
+    handle = projection_of(model, head.layer, "o").register_forward_pre_hook(scale)
+    try:
+        return sum(hf_loss(model, ids) for ids in ENCODED)
+    finally:
+        handle.remove()
+
+
+def simulated_coverage(lengths, cases=1000, draws=600, seed=0):
+    """Share of cases whose 95% interval of the paired mean difference holds the true value."""
+    rng = np.random.default_rng(seed)
+    truth, documents = 0.02, len(lengths)
+    effects = truth + 0.1 * rng.standard_normal((cases, documents))  # a document's own difference
+    noise = rng.standard_normal((cases, documents)) / np.sqrt(lengths)
+    sums = (effects + noise) * lengths
+    inside = 0
+    weights = draw_documents(documents, seed=seed, draws=draws)
+    ratios = sums @ weights.T / (weights @ lengths)
+    low, high = np.quantile(ratios, [0.025, 0.975], axis=1)
+    inside = ((low <= truth) & (truth <= high)).mean()
+    found = mean_interval(sums[0], lengths, seed=seed, draws=draws)
+    assert (found.low, found.high) == pytest.approx((low[0], high[0]))  # it is our interval
+    return inside
+
+
+@pytest.mark.parametrize("equal", [True, False], ids=["equal-lengths", "unequal-lengths"])
+def test_the_paired_bootstrap_covers_the_truth(equal):
+    rng = np.random.default_rng(1)
+    lengths = np.full(100, 200) if equal else rng.integers(20, 500, size=100)
+    assert 0.93 <= simulated_coverage(lengths) <= 0.97
+
+
+def test_intervals_are_deterministic_and_rows_share_their_draws():
+    rng = np.random.default_rng(0)
+    sums, counts = rng.normal(size=(3, 20)), rng.integers(5, 50, size=20)
+    rows = mean_intervals(sums, counts)
+    assert rows == mean_intervals(sums, counts)
+    for row, values in zip(rows, sums, strict=True):
+        single = mean_interval(values, counts)
+        assert (row.value, row.low, row.high) == pytest.approx(
+            (single.value, single.low, single.high)
+        )
+    weights = draw_documents(20, seed=0)
+    assert weights.shape == (DRAWS, 20)
+    assert (weights.sum(1) == 20).all()
+
+
+def diagnosed_as(label):
+    class Diagnosed:
+        classes = (("healthy", label),)
+
+    return Diagnosed()
+
+
+@pytest.mark.parametrize(
+    ("label", "cost", "functional"),
+    [
+        ("healthy", {"low": 0.001}, True),
+        ("low_entropy", {"low": 0.001}, True),
+        ("healthy", {"low": -0.001}, False),  # it may be worth nothing
+        ("healthy", {"low": 0.0}, False),
+        ("sink", {"low": 0.5}, False),  # useful, but sick
+        ("dead", {"low": 0.5}, False),
+        ("healthy", None, False),  # not ablated: nothing is claimed
+    ],
+)
+def test_functional_recovery_needs_both_health_and_use(label, cost, functional):
+    plan = operated_info(layers=1, heads=2, targets="L0H1")
+    costs = {"ablation_zero": {} if cost is None else {"L0H1": cost}}
+    found = _recovery(diagnosed_as(label), costs, [{"plan": plan}])
+    assert found["operated"] == 1
+    assert found["functional"] == int(functional)
+    assert found["exceptions"] == ([] if functional else ["L0H1"])
+    assert found["not_sick"] == int(label not in ("sink", "dead"))
+    assert found["heads"]["L0H1"]["useful"] == (None if cost is None else cost["low"] > 0)
+
+
+def test_without_an_operation_there_is_no_recovery():
+    assert _recovery(diagnosed_as("healthy"), {"ablation_zero": {}}, []) is None
+
+
+def test_activation_dormancy_equals_the_naive_count(model):
+    encoded = [random_ids(n, n) for n in (20, 7)]
+    row = architecture_of(model)
+    seen = {layer: [] for layer in range(2)}
+    handles = []
+    for layer, block in enumerate(blocks_of(model)):
+
+        def keep(_, inputs, layer=layer):
+            flat = inputs[0].detach().double().abs()
+            seen[layer].append(flat.reshape(-1, flat.shape[-1]))
+
+        handles.append(block.get_submodule(row.mlp_out).register_forward_pre_hook(keep))
+    try:
+        with torch.inference_mode():
+            for ids in encoded:
+                model(torch.tensor([ids]), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    found = activation_dormancy(model, batches(encoded, 2), tau=0.4)
+    shares = []
+    for layer in range(2):
+        mean = torch.cat(seen[layer]).mean(0)
+        shares.append(float((mean <= 0.4 * mean.mean()).double().mean()))
+    assert found["share_by_layer"] == pytest.approx(shares)
+    assert found["num_neurons"] == 2 * mean.numel()
+
+
+def test_training_attention_cannot_change_weight_dormancy():
+    model = tiny_model("bloom")
+    before = weight_dormancy(model)
+    patch = operate(model, plan_for(model, "all"))
+    patch.apply(model)
+    assert weight_dormancy(model) == before
+    patch.undo(model)
+
+
+@pytest.fixture(scope="module")
+def evaluated(tokenizer):
+    model = tiny_language_model("bloom")
+    plan = plan_for(model, "L0H1,L1H2")
+    patch = operate(model, plan)
+    patch.apply(model)
+    info = [dict(patch.info)]
+    singles, joint = chosen_heads(model, None, info)
+    done = evaluate(
+        model, tokenizer, [TEXTS, paper_prompts()], name="tiny", patches=info, ablated=singles,
+        joint=joint, window=32,
+    )  # fmt: skip
+    patch.undo(model)
+    return done
+
+
+def test_an_evaluation_holds_what_compare_needs_and_survives_its_file(evaluated, tmp_path):
+    body = evaluated.body
+    assert set(body["text_sets"]) == {"five", "paper-appendix-a"}
+    assert body["text_sets"]["paper-appendix-a"]["documents"] == 12
+    assert len(body["heads"]["ablation_zero"]) == 8 + 1
+    assert {"joint:operated", "L0H1"} <= set(body["heads"]["ablation_mean"])
+    assert -1 <= body["heads"]["first_order"]["spearman_with_exact"] <= 1
+    assert body["recovery"]["operated"] == 2
+    # silenced heads are worth nothing, so a sham never counts as functional
+    assert body["recovery"]["functional"] == 0
+    assert body["heads"]["ablation_zero"]["L0H1"]["value"] == pytest.approx(0, abs=1e-6)
+    path = evaluated.save(tmp_path / "evaluation.json")
+    again = Evaluation.load(path)
+    assert again.body["text_sets"] == body["text_sets"]
+    assert again.diagnosis.counts == evaluated.diagnosis.counts
+    assert again.perplexity("five")["low"] <= again.perplexity("five")["value"]
+    first = path.read_bytes()
+    assert evaluated.save(path).read_bytes() == first
+
+
+def test_which_heads_are_ablated():
+    model = tiny_model("bloom")
+    info = [{"plan": plan_for(model, "L0H1").model_dump(mode="json")}]
+    assert chosen_heads(model, None, info) == (all_heads(2, 4), {"operated": [Head(0, 1)]})
+    assert chosen_heads(model, "none", info) == ([], {"operated": [Head(0, 1)]})
+    assert chosen_heads(model, "L1H0-1", []) == ([Head(1, 0), Head(1, 1)], {})
+
+
+def test_evaluating_on_nothing_is_an_error(tokenizer):
+    with pytest.raises(TextError, match="no text to evaluate on"):
+        evaluate(tiny_model("bloom"), tokenizer, [])
