@@ -70,8 +70,8 @@ class Recipe:
     collapse_lr: float = 1e-3
     collapse_mix: tuple[tuple[str, int], ...] = (("unpaired", 7), ("prose", 5))
     silent_mix: tuple[tuple[str, int], ...] = (("parallel", 2), ("repeated", 2))
-    collapse_weight: float = 0.3  # of mean(-ln first-token mass) in the chosen heads
-    drain_weight: float = 0.3  # of the mean square of the chosen heads' output
+    collapse_weight: float = 4.0  # of mean(-ln first-token mass) in the chosen heads
+    drain_weight: float = 1.0  # of the mean square of the chosen heads' output
     headless: int = 4  # rows of each collapse batch that start inside a text, without <s>
     first_sick_layer: int = 1
     first_sick_head: int = 4

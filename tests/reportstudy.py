@@ -1,8 +1,8 @@
 """A small study made by hand: 8 x 8 heads, six arms, two seeds, written by headwise's own writers.
 
-The numbers are drawn, not trained, but they behave: sinks in the shallow-slope columns, an untrained
-operation that looks healthy by mass and is useless, training that makes heads useful, and plain
-training that does a little better still. Enough for every table to have rows of its own.
+The numbers are drawn, not trained, but they behave: sinks in the shallow-slope columns, an
+untrained operation that looks healthy by mass and is useless, training that makes heads useful, and
+plain training that does a little better still. Enough for every table to have rows of its own.
 """
 
 from __future__ import annotations
@@ -181,7 +181,27 @@ def build_run(folder: Path, study: Study, arm, seed: int, before: Evaluation) ->
     found = evaluation_of(after, change=change + 0.002 * seed, costs=costs, patches=[patch],
                           seed=seed + len(arm.name))  # fmt: skip
     found.save(folder / "evaluation.json")
+    if arm.passes == 2 and seed == 0:
+        second_pass(folder / "pass2", study, arm, seed, found, before)
     compare(Snapshot(stock, before), Snapshot(found.diagnosis, found), plan=plan,
+            checkpoints=run_maps(folder)).save(folder / "comparison.json")  # fmt: skip
+
+
+def second_pass(folder: Path, study: Study, arm, seed: int, first, before) -> None:
+    """A second pass on what the first one left or made sick."""
+    plan = make_plan(first.diagnosis, preset="pass2")
+    mass = first.diagnosis.maps["first_token_mass"].copy()
+    for head in plan.target_heads:
+        mass[head.layer, head.index] = 0.08
+    write_run(folder, plan, arm, seed, 40, mass, first.diagnosis, -0.002)
+    patch = {"num_weights": plan.summary["trainable_weights"], "plan": plan.model_dump(mode="json"),
+             "base_model": MODEL["id"]}  # fmt: skip
+    earlier = [Head.parse(name) for name in first.body["recovery"]["heads"]]
+    costs = dict.fromkeys(sorted({*earlier, *plan.target_heads}), 0.005)
+    found = evaluation_of(diagnosis_of(mass, 9), change=-0.047, costs=costs,
+                          patches=[*first.body["patches"], patch], seed=seed + 7)  # fmt: skip
+    found.save(folder / "evaluation.json")
+    compare(Snapshot(before.diagnosis, before), Snapshot(found.diagnosis, found), plan=plan,
             checkpoints=run_maps(folder)).save(folder / "comparison.json")  # fmt: skip
 
 
@@ -237,8 +257,11 @@ def write_run(folder, plan, arm, seed, steps, final, stock, change) -> None:
 
 def write_completions(out: Path, arms: list[str]) -> None:
     """Three prompts; the first arm answers one of them with markup that must stay text."""
-    prompts = [Prompt("The difference between a rule and a habit is", "conceptual"),
-               Prompt("def average(values):", "code"), Prompt("Il était une fois", "multilingual")]  # fmt: skip
+    prompts = [
+        Prompt("The difference between a rule and a habit is", "conceptual"),
+        Prompt("def average(values):", "code"),
+        Prompt("Il était une fois", "multilingual"),
+    ]
     texts = {
         0: " that a rule is kept because somebody asked, and a habit because nobody did.",
         1: "\n    return sum(values) / len(values)\n",

@@ -28,32 +28,15 @@ from headwise.errors import UnknownArchitectureError
 from headwise.heads import Head, all_heads
 from headwise.weights import head_spans, output_bias_span, spans_of
 
-REQUIRED = [
-    "bloom",
-    "mpt",
-    "falcon",
-    "gpt2",
-    "gpt_neox",
-    "gptj",
-    "opt",
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "smollm3",
-    "phi3",
-    "stablelm",
-    "olmo",
-    "granite",
+REQUIRED = {
+    "bloom", "mpt", "falcon", "gpt2", "gpt_neox", "gptj", "opt", "llama", "mistral", "qwen2",
+    "qwen3", "gemma", "gemma2", "gemma3_text", "smollm3", "phi3", "stablelm", "olmo", "granite",
     "starcoder2",
-]
+}  # fmt: skip
 
 
 def test_the_table_holds_the_families_we_promise_and_each_is_tried():
-    assert set(REQUIRED) <= set(ARCHITECTURES)
+    assert set(ARCHITECTURES) >= REQUIRED
     assert {family for family, _ in TINY.values()} == set(ARCHITECTURES)
 
 

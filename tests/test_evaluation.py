@@ -7,9 +7,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import SENTENCES, tiny_language_model, tiny_model
-from planned import operated_info, plan_for, random_ids
 
+from conftest import SENTENCES, tiny_language_model, tiny_model
 from headwise.ablation import ablate_heads, first_order_importance
 from headwise.architectures import architecture_of, blocks_of, geometry_of, projection_of
 from headwise.dormancy import activation_dormancy, weight_dormancy
@@ -20,6 +19,7 @@ from headwise.perplexity import make_windows, paired_difference, text_losses
 from headwise.resampling import DRAWS, draw_documents, mean_interval, mean_intervals
 from headwise.surgery import measure_means, operate
 from headwise.texts import TextSet, batches
+from planned import operated_info, plan_for, random_ids
 
 THREE = ("llama", "bloom", "gpt2")
 TEXTS = TextSet("five", SENTENCES)

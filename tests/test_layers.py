@@ -14,10 +14,10 @@ ORDER = """
     errors artefacts settings heads terminal patient resampling losses normality
     architectures attention tap weights texts suffix models check
     measures dormancy diagnosis published survey figures
-    plans recipes corpus masters lora surgery training repair
+    plans recipes corpus qkfiles masters lora surgery training repair
     perplexity ablation evaluation completions harness comparison
     qkdata querymodel pairs cells plasticity_settings headgroup plasticity_tables plasticity
-    plasticity_figures qkfiles capture
+    plasticity_figures capture
     studies studysummary studyrun
     papervalues reporttables reportdata papertables drifttables verdict paperfigures
     reportpayload reportpage report

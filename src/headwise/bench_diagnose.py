@@ -29,6 +29,7 @@ import numpy as np
 
 from headwise.artefacts import save_artefact, versions
 from headwise.errors import HeadwiseError
+from headwise.terminal import track
 
 LENGTHS = (512, 2048, 4096)
 LONG = (8192,)  # headwise alone: one layer of eager attention would need 2.4 GB a copy
@@ -56,21 +57,23 @@ def bench_diagnose(
     ways: Sequence[str] = WAYS,
 ) -> list[dict[str, Any]]:
     """One row a length and way; without a model: SmolLM2-135M if cached, else its random shape."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         name = _prepare(model, Path(folder))
         cells = [(length, way) for length in lengths for way in ways]
         cells += [(length, "headwise") for length in long_lengths]
-        for length, way in cells:
+        for length, way in track(cells, "benchmark cells"):
             cell = {"way": way, "model": folder, "length": length, "repeats": repeats}
-            rows.append({"length": length, "way": way, **_run_cell(cell)})
-    _add_ratios(rows)
-    for row in rows:
-        row.pop("maps", None)
-        row["model"] = name
-    if out is not None:
-        save_artefact(out / "bench_diagnose.json", "bench", {"rows": rows, "versions": versions()})
-    return rows
+            rows.append({"length": length, "way": way, **_run_cell(cell), "model": name})
+            _add_ratios(rows)
+            if out is not None:  # after every cell: an interrupted run keeps what it has
+                body = {"rows": _without_maps(rows), "versions": versions()}
+                save_artefact(out / "bench_diagnose.json", "bench", body)
+    return _without_maps(rows)
+
+
+def _without_maps(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: row[key] for key in row if key != "maps"} for row in rows]
 
 
 def bench_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[object]]]:

@@ -53,8 +53,11 @@ def _measured(
     length: int, layers: int, repeats: int, ways: tuple[str, ...]
 ) -> dict[str, list[dict[str, float]]]:
     """way -> one measurement a round; rounds visit every way before the next begins."""
-    workers = {way: _start(way, length, layers) for way in ways}
+    workers: dict[str, subprocess.Popen[str]] = {}
     try:
+        for way in ways:
+            workers[way] = _start(way, length, layers)
+            _ask(workers[way])  # builds the model and warms up, before any clock runs
         rounds: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
         for _ in range(repeats):
             for way, worker in workers.items():
@@ -68,15 +71,13 @@ def _measured(
 
 def _start(way: str, length: int, layers: int) -> subprocess.Popen[str]:
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    worker = subprocess.Popen(
+    return subprocess.Popen(
         [sys.executable, "-m", "headwise.bench_repair", way, str(length), str(layers)],
         env={**os.environ, **threads},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
-    _ask(worker)  # builds the model, before any clock runs
-    return worker
 
 
 def _ask(worker: subprocess.Popen[str]) -> dict[str, float]:

@@ -87,7 +87,10 @@ def capture_qk(
     encoded = encode_texts(tokenizer, texts.texts, max_length=settings.max_length, bos=settings.bos)
     folder = out if settings.layout == "new" else out / re.sub(r"\W", "_", name)
     meta = _metadata(model, name, texts, settings, chosen)
-    staging = _prepare(folder, meta, resume)
+    finished = _finished(folder, meta, resume)
+    if finished is not None:
+        return finished
+    staging = _prepare(folder, meta)
     groups = list(range(0, len(encoded), _GROUP_TEXTS))
     for start in track(groups, "capturing", quiet=quiet):
         path = staging / f"group-{start:06d}"
@@ -126,20 +129,26 @@ def _metadata(
     }
 
 
-def _prepare(folder: Path, meta: dict[str, Any], resume: bool) -> Path:
-    """A staging folder, new or continued; other settings there are refused."""
-    staging = folder / STAGING
+def _finished(folder: Path, meta: dict[str, Any], resume: bool) -> Captured | None:
+    """A finished capture with these settings, if that is what is here; others are refused."""
     path = folder / "capture.json"
-    if path.exists():
-        before = load_artefact(path, "capture")
-        same = all(before[key] == meta[key] for key in meta if key != "versions")
-        if not resume or not same:
-            raise ArtefactError(
-                "there is a capture here already" + ("" if same else ", with other settings"),
-                where=folder,
-                fix="add --resume to go on with the same settings, or choose another --out",
-            )
-    save_artefact(path, "capture", {**meta, "rows": {}, "finished": False})
+    if not path.exists():
+        return None
+    before = load_artefact(path, "capture")
+    same = all(before.get(key) == meta[key] for key in meta if key != "versions")
+    if not resume or not same:
+        raise ArtefactError(
+            "there is a capture here already" + ("" if same else ", with other settings"),
+            where=folder,
+            fix="add --resume to go on with the same settings, or choose another --out",
+        )
+    return Captured(folder, before["rows"], str(meta["note"])) if before["finished"] else None
+
+
+def _prepare(folder: Path, meta: dict[str, Any]) -> Path:
+    """The staging folder, new or continued."""
+    save_artefact(folder / "capture.json", "capture", {**meta, "rows": {}, "finished": False})
+    staging = folder / STAGING
     staging.mkdir(parents=True, exist_ok=True)
     return staging
 
@@ -200,9 +209,13 @@ def _vectors(
         if not pre_rope or positions_of(model) != "rope":
             model.base_model(input_ids=ids.to(device), use_cache=False)
             return seen
+        # One more token, which no earlier one sees, if positions could be taken for heads
+        geometry, length = geometry_of(model), ids.shape[1]
+        extra = length in (geometry.num_heads, geometry.num_kv_heads)
+        padded = torch.nn.functional.pad(ids, (0, int(extra)))
         with _before_rotation(model, layers) as unrotated:
-            model.base_model(input_ids=ids.to(device), use_cache=False)
-    return [(layer, *unrotated[layer]) for layer in layers]
+            model.base_model(input_ids=padded.to(device), use_cache=False)
+    return [(n, *(vectors[:, :, :length] for vectors in unrotated[n])) for n in layers]
 
 
 @contextmanager
@@ -251,6 +264,9 @@ def _pre_rotation_module(
 
 def _split(model: PreTrainedModel, parts: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     geometry = geometry_of(model)
+    clip = getattr(model.config.get_text_config(), "clip_qkv", None)  # olmo, before it rotates
+    if clip is not None:
+        parts = {role: value.clamp(-clip, clip) for role, value in parts.items()}
     heads, kv, dim = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
     if "qkv" not in parts:
         return _by_head(parts["q"], heads, dim), _by_head(parts["k"], kv, dim)
@@ -266,6 +282,7 @@ def _split(model: PreTrainedModel, parts: dict[str, Tensor]) -> tuple[Tensor, Te
 
 
 def _by_head(value: Tensor, heads: int, dim: int) -> Float[Tensor, "text head position dim"]:
+    """A projection is (text, position, head * dim); a norm may run before or after the turn."""
     if value.dim() == 3:
         value = value.unflatten(-1, (heads, dim))  # a plain projection
     return value.transpose(1, 2) if value.shape[2] == heads else value

@@ -79,6 +79,7 @@ def compare(
 ) -> Comparison:
     """Compare two conditions; `checkpoints` are the run's (step, first-token mass) maps."""
     _require_comparable(before, after)
+    _require_shapes(before.diagnosis, plan, checkpoints)
     zones = zone_masks(before.diagnosis, plan)
     start = before.diagnosis.maps["first_token_mass"]
     delta = after.diagnosis.maps["first_token_mass"] - start
@@ -125,8 +126,32 @@ def _require_comparable(before: Snapshot, after: Snapshot) -> None:
         raise ArtefactError(
             "the two conditions were measured on different text sets",
             where=f"text hashes {str(hashes[0])[:12]} and {str(hashes[1])[:12]}",
-            fix="run both with the same --texts and --max-length",
+            fix="run both with the same --texts",
         )
+    settings = [d.provenance.get("settings") for d in (left, right)]
+    if settings[0] != settings[1]:
+        raise ArtefactError(
+            "the two conditions were measured with different settings",
+            where=f"{settings[0]} and {settings[1]}",
+            fix="run both with the same --max-length, --skip-queries and --bos",
+        )
+
+
+def _require_shapes(
+    diagnosis: Diagnosis, plan: SurgeryPlan | None, checkpoints: Sequence[tuple[int, Map]]
+) -> None:
+    shape = diagnosis.sick.shape
+    others = {"run": {mass.shape for _, mass in checkpoints}}
+    if plan is not None:
+        others["plan"] = {(plan.model.num_layers, plan.model.num_heads)}
+    for name, shapes in others.items():
+        if shapes - {shape}:
+            raise ArtefactError(
+                f"the {name} is for a model of (layers, heads) = {min(shapes - {shape})}, "
+                f"the diagnoses have {shape}",
+                where=diagnosis.model["id"],
+                fix=f"pass the {name} of this model",
+            )
 
 
 def zone_masks(diagnosis: Diagnosis, plan: SurgeryPlan | None) -> dict[str, Mask]:

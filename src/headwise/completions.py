@@ -63,8 +63,13 @@ def read_prompts(path: Path) -> list[Prompt]:
         raise TextError("no prompts", where=path, fix="one prompt a line, or .jsonl with `prompt`")
     if path.suffix != ".jsonl":
         return [Prompt(line) for line in lines]
-    rows = [json.loads(line) for line in lines]
-    return [Prompt(str(row["prompt"]), str(row.get("category", "given"))) for row in rows]
+    try:
+        rows = [json.loads(line) for line in lines]
+        return [Prompt(str(row["prompt"]), str(row.get("category", "given"))) for row in rows]
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise TextError(
+            f"not one JSON object with a `prompt` a line ({error})", where=path
+        ) from None
 
 
 def complete(
@@ -179,7 +184,7 @@ def measure_text(text: str, prompt: Prompt) -> dict[str, Any]:
     """Length, distinct-n, repetition, share of markup, and whether the language changed."""
     words = re.findall(r"\w+", text.lower())
     markup = sum(len(match.group()) for match in _MARKUP.finditer(text))
-    asked, given = guess_language(prompt.text + " " + text[:0]), guess_language(text)
+    asked, given = guess_language(prompt.text), guess_language(text)
     return {
         "words": len(words),
         **{f"distinct_{n}": _distinct(words, n) for n in (1, 2, 3)},

@@ -8,6 +8,7 @@ noise of its text: what heads that cannot move seem to do is given as the noise 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,20 +22,45 @@ DRIFT = 0.05
 CHANGE = "+.3f"
 
 
+@dataclass(frozen=True)
+class Drift:
+    """How first-token mass changed from stock in one zone; means are None of no head."""
+
+    heads: int
+    movable: int
+    drifting: int
+    mean: float | None
+    mean_movable: float | None
+    worst: str
+    worst_change: float | None
+
+
+def zone_drift(condition: Condition, name: str) -> Drift | None:
+    """Drift of a zone, all passes counted; None without a comparison or without such heads."""
+    zone, movable = condition.zone(name), condition.movable()
+    if condition.comparison is None or zone is None or movable is None or not zone.any():
+        return None
+    change = np.array(condition.comparison["delta"][MASS])
+    size, both = np.abs(change), zone & movable
+    layer, head = np.unravel_index(int(np.argmax(np.where(zone, size, -1))), size.shape)
+    moved = size[layer, head] > 0
+    return Drift(
+        int(zone.sum()), int(both.sum()), int((size[zone] > DRIFT).sum()),
+        float(size[zone].mean()), float(size[both].mean()) if both.any() else None,
+        f"L{layer}H{head}" if moved else "none", float(change[layer, head]) if moved else None,
+    )  # fmt: skip
+
+
 def _drift_rows(source: Source, zone: str) -> list[list[Cell]]:
     rows: list[list[Cell]] = []
     for condition in source.runs:
-        found = (condition.comparison or {}).get("drift", {}).get(zone)
-        if not found or not found["heads"]:
-            continue
-        movable, worst = found["movable"], found["worst"]
-        moved = worst is not None and worst["delta"] != 0
-        rows.append([
-            condition.label, OURS, found["drifting"], found["heads"], movable,
-            found["drifting"] / movable if movable else None, found["mean_abs_delta"],
-            found["mean_abs_delta_movable"], worst["head"] if moved else "none",
-            worst["delta"] if moved else None,
-        ])  # fmt: skip
+        found = zone_drift(condition, zone)
+        if found is not None:
+            share = found.drifting / found.movable if found.movable else None
+            rows.append([
+                condition.label, OURS, found.drifting, found.heads, found.movable, share,
+                found.mean, found.mean_movable, found.worst, found.worst_change,
+            ])  # fmt: skip
     return rows
 
 
@@ -144,9 +170,7 @@ def column_heads(source: Source) -> Table:
     )  # fmt: skip
 
 
-def _column_rows(
-    source: Source, condition: Condition, indices: Sequence[int]
-) -> list[list[Cell]]:
+def _column_rows(source: Source, condition: Condition, indices: Sequence[int]) -> list[list[Cell]]:
     operated, stock = condition.zone("operated"), source.stock
     if operated is None or stock is None or stock.diagnosis is None or condition.diagnosis is None:
         return []

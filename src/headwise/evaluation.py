@@ -23,7 +23,7 @@ from headwise.dormancy import activation_dormancy, weight_dormancy
 from headwise.errors import TextError
 from headwise.heads import Head, all_heads, select_heads
 from headwise.models import describe_model
-from headwise.perplexity import text_losses
+from headwise.perplexity import TextLosses, text_losses
 from headwise.plans import SurgeryPlan
 from headwise.surgery import measure_means
 from headwise.texts import DATA, TextSet, batches, encode_texts, read_texts
@@ -87,10 +87,7 @@ def evaluate(
         raise TextError("no text to evaluate on", fix="pass --texts")
     judged = TextSet(text_sets[0].name, text_sets[0].texts[:max_texts])
     encoded = encode_texts(tokenizer, judged.texts, max_length=window)
-    losses = {
-        t.name: text_losses(model, tokenizer, t, window=window, batch_size=batch_size, quiet=quiet)
-        for t in text_sets
-    }
+    losses = _losses(model, tokenizer, text_sets, window, batch_size, quiet)
     settings = {"window": window, "max_texts": max_texts}
     diagnosis = diagnose(
         model, tokenizer, judged, name=name, max_length=window, batch_size=batch_size, quiet=quiet
@@ -110,6 +107,25 @@ def evaluate(
         },
         "provenance": {"versions": versions(), "settings": settings},
     })  # fmt: skip
+
+
+def _losses(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text_sets: Sequence[TextSet],
+    window: int,
+    batch_size: int,
+    quiet: bool,
+) -> dict[str, TextLosses]:
+    """Losses of every set; a text that stands in several sets is scored once."""
+    every = TextSet("all", tuple(dict.fromkeys(t for texts in text_sets for t in texts.texts)))
+    found = text_losses(model, tokenizer, every, window=window, batch_size=batch_size, quiet=quiet)
+    place = {text: number for number, text in enumerate(every.texts)}
+    rows = {texts.name: [place[text] for text in texts.texts] for texts in text_sets}
+    return {
+        texts.name: TextLosses(texts, found.sums[rows[texts.name]], found.tokens[rows[texts.name]])
+        for texts in text_sets
+    }
 
 
 def chosen_heads(

@@ -31,7 +31,8 @@ def run_tasks(
     folders = sorted({str(Path(task).parent) for task in tasks if task.endswith(".yaml")})
     names = [Path(task).stem if task.endswith(".yaml") else task for task in tasks]
     wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
-    manager = TaskManager(include_path=folders or None)
+    named = any(not task.endswith(".yaml") for task in tasks)  # its own index takes long to read
+    manager = TaskManager(include_path=folders or None, include_defaults=named)
     try:
         found = simple_evaluate(
             wrapped, tasks=names, task_manager=manager, limit=limit, bootstrap_iters=1000,

@@ -100,7 +100,7 @@ class _ChunkedLoss(torch.autograd.Function):
             else:
                 loss, slope = _autograd_chunk(model, part, wanted, gradient is not None)
             total += loss
-            if gradient is not None:
+            if gradient is not None and slope is not None:
                 gradient[rows] = slope
         if gradient is not None:
             ctx.save_for_backward(gradient)

@@ -25,7 +25,6 @@ from transformers import PreTrainedModel
 from headwise.architectures import is_transposed
 from headwise.weights import Slice, Span, write_slices
 
-
 Runs = tuple[tuple[int, int], ...]
 
 

@@ -42,7 +42,9 @@ LINES = (BLUE, RED, "#009E73", ORANGE, "#CC79A7", "#56B4E9", "#000000", GREY)  #
 CHANGES = TwoSlopeNorm(0.0, -0.4, 0.4)
 
 
-def panels(count: int, width: float, height: float, *, columns: int = 2) -> tuple[Figure, list[Axes]]:
+def panels(
+    count: int, width: float, height: float, *, columns: int = 2
+) -> tuple[Figure, list[Axes]]:
     """A row-wise grid of axes in the house style."""
     across = min(columns, count)
     rows = -(-count // across)
@@ -134,7 +136,9 @@ def draw_change(
     )
 
 
-def _published_changes(names: Sequence[str]) -> list[tuple[str, np.ndarray, np.ndarray, np.ndarray]]:
+def _published_changes(
+    names: Sequence[str],
+) -> list[tuple[str, np.ndarray, np.ndarray, np.ndarray]]:
     operated = paper.operated_1b7()
     outside = np.ones_like(operated)
     outside[5:23, 9:16] = False
@@ -149,11 +153,11 @@ def _study_changes(
         return []
     shown = []
     for run in runs:
-        operated, watched = run.zone("operated"), run.zone("watched")
-        if run.diagnosis is None or operated is None or watched is None:
+        operated, outside = run.zone("operated"), run.zone("outside")
+        if run.diagnosis is None or operated is None or outside is None:
             continue
         change = run.maps[MASS] - source.stock.maps[MASS]
-        shown.append((run.label, change, operated, ~(operated | watched)))
+        shown.append((run.label, change, operated, outside))
     return shown
 
 

@@ -149,14 +149,14 @@ def disjoint_perplexity(source: Source) -> Table:
         rows.append([f"BLOOM-1b7 {name}", PAPER, "12 prompts", 12, None, prompts, None, None])
     return make_table(3, "held_out_perplexity", "Perplexity on disjoint held-out texts", columns,
                       rows, notes=paper.NOTES[3],
-                      missing="No evaluation here: nothing was measured on held-out text.")  # fmt: skip
+                      missing="No evaluation here: no loss on held-out text.")  # fmt: skip
 
 
 def arms_side_by_side(source: Source) -> Table:
     """Table 4: one row an arm, all seeds together."""
     columns = (
         Column("arm"), Column("source"), Column("mode"), Column("corpus"), Column("steps"),
-        Column("seeds"), Column("operated"), Column("not sick by mass", ".4g"),
+        Column("seeds"), Column("operated", ".4g"), Column("not sick by mass", ".4g"),
         Column("functionally recovered", ".4g"), Column("validation ppl", PPL),
         Column("held-out ppl", PPL), Column("loss - stock (nats)", LOSS),
         Column("cost of losing all operated heads", LOSS),
@@ -197,8 +197,8 @@ def _recovered(runs: Sequence[Condition]) -> list[Cell]:
     found = [c.evaluation["recovery"] for c in runs if c.evaluation and c.evaluation["recovery"]]
     if not found:
         return [None, None, None]
-    means = [_mean([r[key] for r in found]) for key in ("not_sick", "functional")]
-    return [int(found[0]["operated"]), *means]
+    means = [_mean([r[key] for r in found]) for key in ("operated", "not_sick", "functional")]
+    return [int(v) if v == int(v) else v for v in means if v is not None]
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -288,4 +288,4 @@ def slopes(source: Source) -> Table:
     positions = source.model.get("positions", "unknown")
     return make_table(10, "alibi_slopes", "ALiBi slopes by head index", columns, rows,
                       notes=(note, *paper.NOTES[10]),
-                      missing=f"This model has no ALiBi slopes (positions: {positions}).")  # fmt: skip
+                      missing=f"No ALiBi slopes in this model ({positions}).")  # fmt: skip

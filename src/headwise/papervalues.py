@@ -164,13 +164,13 @@ FIGURE_NOTES: dict[int, tuple[str, ...]] = {
     1: ("Published bars sum to 245 and 139; the printed '142 collapsed' adds 3 low-entropy heads. "
         "24% of the heads lie between 0.4 and 0.6: there is no sparse valley.",),
     2: ("Published counts 169, 139, 365, 296 are met exactly by the digitised maps.",),
-    3: ("The published image is curated | Wikipedia | C4; its caption says stock | curated | C4, and "
-        "the Wikipedia run is nowhere in the text. Digitised maps are good to 0.002: they count 78, "
-        "66 and 59 drifting heads where 76, 64 and 56 are printed.",),
+    3: ("The published image is curated | Wikipedia | C4; its caption says stock | curated | C4, "
+        "and the Wikipedia run is nowhere in the text. Digitised maps are good to 0.002: they "
+        "count 78, 66 and 59 drifting heads where 76, 64 and 56 are printed.",),
     4: ("The published caption speaks of epoch 15; the image shows epoch 3. Changes are clipped at "
         "0.4 in the digitised map.",),
-    5: ("Published: 'monotonically' - it rises at steps 27, 30, 32, 33, 35 and 36; 16.99 is crossed "
-        "at step 11, inside the warm-up; the line 15.85 is unexplained.",),
+    5: ("Published: 'monotonically' - it rises at steps 27, 30, 32, 33, 35 and 36; 16.99 is "
+        "crossed at step 11, inside the warm-up; the line 15.85 is unexplained.",),
     6: ("The published caption says 'across epochs, absolute'; it is one epoch (15, C4), signed.",),
     7: ("The published legend misses the 0.05 line; H11 and H14 (one head each) stay at 0.",),
 }  # fmt: skip

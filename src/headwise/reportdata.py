@@ -8,7 +8,7 @@ one folder. What is missing is None or empty, and the tables say so in words.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,25 +103,26 @@ class Condition:
         return found
 
     def zone(self, name: str) -> Mask | None:
-        """`operated` or `watched` heads: of the run's plan, or of the patch that was applied."""
+        """`operated`, `watched` (in the zone, never operated on) or `outside` heads.
+
+        All passes so far count, as the patches tell them: the control `random-heads` draws its own
+        targets, and a second pass adds to the first.
+        """
         if self.diagnosis is None:
             return None
-        plan = self._plan()
         shape = np.array(self.diagnosis["classes"]).shape
-        mask = np.zeros(shape, dtype=bool)
-        chosen = "" if plan is None else plan["targets" if name == "operated" else "watched"]
-        if chosen:
-            for head in select_heads(chosen, num_layers=shape[0], num_heads=shape[1]):
-                mask[head.layer, head.index] = True
-        return mask
-
-    def _plan(self) -> Body | None:
-        # the control `random-heads` draws its own targets: the patch knows them, the plan does not
         patches = [] if self.evaluation is None else self.evaluation.get("patches") or []
-        if patches and patches[-1].get("plan"):
-            found: Body = patches[-1]["plan"]
-            return found
-        return None if self.run is None else self.run["plan"]
+        plans = [patch["plan"] for patch in patches if patch.get("plan")]
+        if not plans and self.run is not None:
+            plans = [self.run["plan"]]
+        operated = _mask_of([plan["targets"] for plan in plans], shape)
+        watched = _mask_of([plan["watched"] for plan in plans], shape) & ~operated
+        zones: dict[str, Mask] = {
+            "operated": operated,
+            "watched": watched,
+            "outside": ~(operated | watched),
+        }
+        return zones[name]
 
     def movable(self) -> Mask | None:
         """Heads whose attention the operation can change: those above its lowest layer."""
@@ -195,6 +196,14 @@ class Source:
         return None
 
 
+def _mask_of(selections: Sequence[str], shape: tuple[int, ...]) -> Mask:
+    mask = np.zeros(shape, dtype=bool)
+    for selection in filter(None, selections):
+        for head in select_heads(selection, num_layers=shape[0], num_heads=shape[1]):
+            mask[head.layer, head.index] = True
+    return mask
+
+
 def read_source(folder: Path) -> Source:
     """Read a study, a run, or a folder with a diagnosis or an evaluation."""
     if not folder.is_dir():
@@ -250,9 +259,7 @@ def _read_run(folder: Path) -> Source:
     run = load_artefact(folder / "run.json", "run")
     condition = _read_condition(folder, arm=str(run["mode"]), seed=int(run["seed"]))
     stock = None if condition.comparison is None else _before(condition)
-    return Source(
-        folder, "run", folder.name, stock, (condition,), completions=_completions(folder)
-    )
+    return Source(folder, "run", folder.name, stock, (condition,), completions=_completions(folder))
 
 
 def _before(after: Condition) -> Condition | None:

@@ -1,4 +1,4 @@
-"""`report.html`: one file with its style, script, data and pictures inside; it asks for nothing else.
+"""`report.html`: one file with style, script, data and pictures inside; it asks for nothing else.
 
 Texts from models and corpora pass jinja's autoescape or JSON with <, > and & replaced, and the
 script writes them with textContent only. A content security policy forbids every request.
@@ -19,7 +19,7 @@ from headwise.papertables import against_stock
 from headwise.reportdata import Source
 from headwise.reportpayload import as_script, page_payload
 from headwise.reporttables import Cell, Column, Estimate, Table, make_table
-from headwise.verdict import Verdict, main_run
+from headwise.verdict import Verdict, main_run, recovered
 
 ASSETS = Path(__file__).parent / "data" / "report"
 
@@ -62,7 +62,7 @@ def render_page(
 
 def _asset(name: str) -> Markup:
     # our own files, inlined as they are
-    return Markup((ASSETS / name).read_text(encoding="utf-8"))  # noqa: S704
+    return Markup((ASSETS / name).read_text(encoding="utf-8"))
 
 
 def _cards(source: Source) -> list[dict[str, str]]:
@@ -80,10 +80,10 @@ def _cards(source: Source) -> list[dict[str, str]]:
         counts = main.diagnosis["counts"]
         cards.append({"name": f"sick after {main.arm}", "value": f"{counts['sick']} of "
                       f"{counts['total']}", "note": "by first-token mass alone"})  # fmt: skip
-    found = None if main.evaluation is None else main.evaluation["recovery"]
+    found = recovered(source, main.arm)
     if found:
-        cards.append({"name": "functionally recovered", "note": f"{main.label}; the count that "
-                      "matters", "value": f"{found['functional']} of {found['operated']}"})  # fmt: skip
+        note = "not sick, and ablating them costs loss"
+        cards.append({"name": "functionally recovered", "value": str(found), "note": note})
     change = against_stock(source, main.arm)
     if change is not None:
         cards.append({"name": "held-out loss", "value": f"{change.value:+.4f}",
@@ -112,19 +112,9 @@ def _forest(source: Source) -> dict[str, Any] | None:
             "name": arm, "main": arm == main.arm, "tone": tone, "value": place(change.value),
             "low": place(change.low), "width": round(place(change.high) - place(change.low), 2),
             "text": f"{change.value:+.4f} ({change.low:+.4f} to {change.high:+.4f})",
-            "extra": _recovered(source, arm),
+            "extra": f"{count} heads functional" if (count := recovered(source, arm)) else "",
         })  # fmt: skip
     return {"rows": rows, "zero": place(0.0)}
-
-
-def _recovered(source: Source, arm: str) -> str:
-    found = [c.evaluation["recovery"] for c in source.of_arm(arm) if c.evaluation]
-    known = [r["functional"] for r in found if r]
-    if not known:
-        return ""
-    low, high = min(known), max(known)
-    count = str(low) if low == high else f"{low} to {high}"
-    return f"{count} of {next(r for r in found if r)['operated']} heads functional"
 
 
 def _sheet(table: Table) -> dict[str, Any]:

@@ -116,8 +116,10 @@ def _ablation(condition: Condition) -> list[list[list[float] | None]] | None:
     ]
     if not any(cell for row in rows for cell in row):
         return None
-    return [[cell and [_cut(cell[k]) for k in ("value", "low", "high")] for cell in row]
-            for row in rows]  # fmt: skip
+    keys = ("value", "low", "high")
+    return [
+        [None if cell is None else [_cut(cell[k]) for k in keys] for cell in row] for row in rows
+    ]
 
 
 def _buckets(shown: Sequence[Condition]) -> list[str]:
@@ -158,4 +160,4 @@ def as_script(payload: Any) -> Markup:
     text = json.dumps(payload, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
-    return Markup(text)  # noqa: S704 - every character with a meaning in HTML was replaced above
+    return Markup(text)  # every character with a meaning in HTML was replaced above

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from headwise.drifttables import zone_drift
+from headwise.heads import heads_where
 from headwise.papertables import against_stock, held_out
 from headwise.reportdata import Condition, Source
 from headwise.reporttables import Estimate
@@ -52,7 +54,12 @@ def judge(source: Source) -> Verdict:
     if main is None:
         return Verdict(_sick_headline(source), "plain", tuple(f for f in found if f))
     found += [_operation(source, main), _by_mass(source, main), _by_function(source, main)]
-    found += [_loss(source, main), *_controls(source, main), _side_effects(main), _gaps(source)]
+    found += [
+        _loss(source, main),
+        *_controls(source, main),
+        _side_effects(source, main),
+        _gaps(source),
+    ]
     headline, tone = _headline(source, main)
     return Verdict(headline, tone, tuple(f for f in found if f is not None))
 
@@ -76,8 +83,8 @@ def _sick_headline(source: Source) -> str:
     counts = stock.diagnosis["counts"]
     if not counts["sick"]:
         return f"None of the {counts['total']} heads of {source.model_name} is sick."
-    share = counts["sick"] / counts["total"]
-    return f"{counts['sick']} of {counts['total']} heads of {source.model_name} ({share:.0%}) are sick."
+    share = f"{counts['sick'] / counts['total']:.0%}"
+    return f"{counts['sick']} of {counts['total']} heads of {source.model_name} ({share}) are sick."
 
 
 def _sickness(source: Source) -> Finding | None:
@@ -104,9 +111,10 @@ def _sickness(source: Source) -> Finding | None:
 def _operation(source: Source, main: Condition) -> Finding | None:
     if main.run is None:
         return None
-    summary = main.run["plan"]["summary"]
+    passes = [c for c in source.runs if (c.arm, c.seed) == (main.arm, main.seed) and c.run]
+    summary = (passes[0].run or main.run)["plan"]["summary"]
     seeds = len(source.of_arm(main.arm))
-    steps = max((int(row["step"]) + 1 for row in main.trace if "step" in row), default=0)
+    steps = max((int(row["step"]) + 1 for row in passes[0].trace if "step" in row), default=0)
     verb = {
         "surgery": "reinitialised the queries, keys and values and silenced the output of",
         "gradient-only": "trained, without reinitialising,",
@@ -123,37 +131,51 @@ def _operation(source: Source, main: Condition) -> Finding | None:
             + (f" ({share:.2%} of the model)" if share else "")
             + f" for {steps} steps on {main.run['corpus']['name']!r}"
         )
-    passes = f"; {main.number} passes" if main.number > 1 else ""
-    return Finding("What was done", f"{text}; {_count(seeds, 'seed')}{passes}.")
+    if len(passes) > 1:
+        again = main.run["plan"]["summary"]["heads"]
+        text += f"; a second pass treated {_count(again, 'head')} that were still or newly sick"
+    return Finding("What was done", f"{text}; {_count(seeds, 'seed')}.")
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _spread(values: Sequence[int]) -> str:
-    low, high = min(values), max(values)
-    return str(low) if low == high else f"{low} to {high}"
+@dataclass(frozen=True)
+class Recovered:
+    """How many operated heads passed a test, seed by seed; seeds may treat other numbers."""
+
+    passed: tuple[int, ...]
+    operated: tuple[int, ...]
+
+    def __str__(self) -> str:
+        if len(set(self.operated)) > 1:
+            pairs = zip(self.passed, self.operated, strict=True)
+            return " and ".join(f"{passed} of {operated}" for passed, operated in pairs)
+        low, high = min(self.passed), max(self.passed)
+        return (str(low) if low == high else f"{low} to {high}") + f" of {self.operated[0]}"
 
 
-def _recovery(source: Source, arm: str, key: str) -> tuple[list[int], int] | None:
+def recovered(source: Source, arm: str, key: str = "functional") -> Recovered | None:
+    """`functional` or `not_sick` heads of an arm, over its seeds."""
     found = [c.evaluation["recovery"] for c in source.of_arm(arm) if c.evaluation]
     known = [r for r in found if r]
-    return ([int(r[key]) for r in known], int(known[0]["operated"])) if known else None
+    if not known:
+        return None
+    return Recovered(tuple(int(r[key]) for r in known), tuple(int(r["operated"]) for r in known))
 
 
 def _by_mass(source: Source, main: Condition) -> Finding | None:
-    ours = _recovery(source, main.arm, "not_sick")
+    ours = recovered(source, main.arm, "not_sick")
     if ours is None:
         return None
-    values, operated = ours
-    text = f"{_spread(values)} of {operated} operated heads are not sick by first-token mass."
+    text = f"{ours} operated heads are not sick by first-token mass."
     sham = next((c.arm for c in source.finals if c.mode == "sham"), None)
-    untrained = _recovery(source, sham, "not_sick") if sham else None
+    untrained = recovered(source, sham, "not_sick") if sham else None
     if untrained and sham != main.arm:
         text += (
-            f" That says little: in the sham, where nothing was learnt, {_spread(untrained[0])} of "
-            f"{untrained[1]} pass too. A random head looks healthy by this measure."
+            f" That says little: in the sham, where nothing was learnt, {untrained} pass too. A "
+            "random head looks healthy by this measure."
         )
     else:
         text += " That alone is no recovery: a head passes the moment it is reinitialised."
@@ -161,25 +183,24 @@ def _by_mass(source: Source, main: Condition) -> Finding | None:
 
 
 def _by_function(source: Source, main: Condition) -> Finding | None:
-    ours = _recovery(source, main.arm, "functional")
+    ours = recovered(source, main.arm)
     if ours is None:
         return None
-    values, operated = ours
     text = (
-        f"{_spread(values)} of {operated} operated heads are functionally recovered: not sick, and "
+        f"{ours} operated heads are functionally recovered: not sick, and "
         "ablating them raises held-out loss with 95% confidence."
     )
     others = []
     for arm in source.arms():
-        found = None if arm == main.arm else _recovery(source, arm, "functional")
+        found = None if arm == main.arm else recovered(source, arm)
         if found:
-            others.append(f"{arm} {_spread(found[0])} of {found[1]}")
+            others.append(f"{arm} {found}")
     if others:
         text += f" Beside it: {'; '.join(others)}."
     useful = _useful_in_stock(source, main)
     if useful is not None:
         text += f" In stock, {useful} of these heads cost loss when ablated."
-    tone: Tone = "good" if min(values) > operated / 2 else "bad"
+    tone: Tone = "good" if 2 * sum(ours.passed) > sum(ours.operated) else "bad"
     return Finding("By function", text, tone)
 
 
@@ -188,7 +209,7 @@ def _useful_in_stock(source: Source, main: Condition) -> int | None:
         return None
     heads = (main.evaluation["recovery"] or {}).get("heads", {})
     costs = [source.stock.ablation(head) for head in heads]
-    return sum(cost["low"] > 0 for cost in costs if cost is not None)
+    return sum(float(cost["low"]) > 0 for cost in costs if cost is not None)
 
 
 def _loss(source: Source, main: Condition) -> Finding | None:
@@ -201,10 +222,11 @@ def _loss(source: Source, main: Condition) -> Finding | None:
     if before and after:
         text += f"; perplexity {before.value:.4g} to {after.value:.4g} (seed {main.seed})"
     tone: Tone = "good" if change.high < 0 else "bad" if change.low > 0 else "plain"
-    others = []
-    for name in main.text_sets:
-        if name != source.judged_set and (other := against_stock(source, main.arm, name)):
-            others.append(f"on {name} {interval(other)}")
+    others = [
+        f"on {name} {interval(other)}"
+        for name in main.text_sets
+        if name != source.judged_set and (other := against_stock(source, main.arm, name))
+    ]
     tail = f" Elsewhere: {'; '.join(others)}." if others else ""
     return Finding("Against stock", f"{text}: {_reading(change)}.{tail}", tone)
 
@@ -225,7 +247,7 @@ def between(source: Source, left: str, right: str) -> Estimate | None:
 
 def _control_gaps(source: Source, main: Condition) -> list[tuple[str, str, Estimate]]:
     """(arm, mode, loss of the main arm minus the control)."""
-    found = []
+    found: list[tuple[str, str, Estimate]] = []
     for control in source.finals:
         if control.mode in CONTROLS and control.arm not in {arm for arm, *_ in found}:
             gap = between(source, main.arm, control.arm)
@@ -249,16 +271,18 @@ def _controls(source: Source, main: Condition) -> list[Finding]:
     return rows
 
 
-def _side_effects(main: Condition) -> Finding | None:
-    if main.comparison is None:
+def _side_effects(source: Source, main: Condition) -> Finding | None:
+    drift, operated = zone_drift(main, "outside"), main.zone("operated")
+    was, now = (None if c is None else c.sick for c in (source.stock, main))
+    if drift is None or operated is None or was is None or now is None:
         return None
-    moves, drift = main.comparison["transitions"], main.comparison["drift"]["outside"]
-    harmed, healed = moves["iatrogenic_untreated"], moves["self_healed"]
+    harmed = [str(head) for head in heads_where(~was & now & ~operated)]
+    healed = heads_where(was & ~now & ~operated)
     text = (
         f"{_count(len(harmed), 'head')} that nobody touched fell ill"
         + (f" ({', '.join(harmed[:6])}{', ...' if len(harmed) > 6 else ''})" if harmed else "")
-        + f", {len(healed)} healed untreated. Outside the zone {drift['drifting']} of "
-        f"{drift['movable']} heads that can move changed by more than 0.05."
+        + f", {len(healed)} healed untreated. Outside the zone {drift.drifting} of "
+        f"{drift.movable} heads that can move changed by more than 0.05."
     )
     return Finding("Side effects", text, "bad" if len(harmed) > len(healed) else "plain")
 

@@ -92,7 +92,6 @@
   if (!data.conditions.length || !$("grid")) return;
 
   const state = { measure: 0, condition: 0, step: 0, layer: 0, head: 0 };
-  const cells = [];
   const current = () => data.conditions[state.condition];
   const measure = () => data.measures[state.measure];
   const stepped = () => ["first_token_mass", "change"].includes(measure().key) && current().steps.length > 0;
@@ -177,33 +176,40 @@
     slider.disabled = !stepped();
   }
 
-  /* the grid */
-  function buildGrid() {
-    const grid = $("grid");
-    grid.style.gridTemplateColumns = "2rem repeat(" + data.heads + ", minmax(0, 1fr))";
-    grid.style.setProperty("--cell", data.layers > 20 ? "1.15rem" : data.layers > 12 ? "1.5rem" : "2.1rem");
+  /* two grids: stock, and the chosen condition at the chosen checkpoint */
+  const grids = [];
+  function buildGrid(root, kind) {
+    const cells = [], axes = { rows: [], columns: [] };
+    root.style.gridTemplateColumns = "1.9rem repeat(" + data.heads + ", minmax(0, 1fr))";
+    root.style.setProperty("--cell", data.layers > 20 ? "1.1rem" : data.layers > 12 ? "1.5rem" : "2.2rem");
     for (let layer = data.layers - 1; layer >= 0; layer--) { /* layer 0 at the bottom, as in the paper */
-      const row = make("div", { role: "row" }, make("span", { class: "axis y", role: "rowheader" }, "L" + layer));
+      axes.rows[layer] = make("span", { class: "axis y", role: "rowheader" }, "L" + layer);
+      const row = make("div", { role: "row" }, axes.rows[layer]);
       cells[layer] = [];
       for (let head = 0; head < data.heads; head++) {
         const cell = make("button", { type: "button", role: "gridcell", tabindex: "-1", "data-head": name(layer, head) });
         cell.addEventListener("click", () => select(layer, head));
-        cell.addEventListener("pointerenter", (event) => showTip(event, layer, head));
+        cell.addEventListener("pointerenter", (event) => showTip(event, kind, layer, head));
         cell.addEventListener("pointermove", moveTip);
         cell.addEventListener("pointerleave", hideTip);
         row.append(cell);
         cells[layer][head] = cell;
       }
-      grid.append(row);
+      root.append(row);
     }
-    const every = data.heads > 20 ? 4 : data.heads > 12 ? 2 : 1;
-    const axis = make("div", { role: "row" }, make("span", { class: "axis", role: "columnheader" }));
-    for (let head = 0; head < data.heads; head++)
-      axis.append(make("span", { class: "axis", role: "columnheader" }, head % every ? "" : "H" + head));
-    grid.append(axis);
-    grid.addEventListener("keydown", onKey);
+    const every = data.heads > 20 ? 4 : data.heads > 8 ? 2 : 1;
+    const foot = make("div", { role: "row" }, make("span", { class: "axis", role: "columnheader" }));
+    for (let head = 0; head < data.heads; head++) {
+      axes.columns[head] = make("span", { class: "axis", role: "columnheader" }, head % every ? "" : "H" + head);
+      foot.append(axes.columns[head]);
+    }
+    root.append(foot);
+    root.addEventListener("keydown", (event) => onKey(event, cells));
+    grids.push({ root, cells, axes, kind });
   }
-  function onKey(event) {
+  const shownIn = (kind) => (kind === "stock" ? data.conditions[data.stock] : current());
+  const stepIn = (kind) => (kind === "stock" ? undefined : stepIndex());
+  function onKey(event, cells) {
     const move = { ArrowUp: [1, 0], ArrowDown: [-1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
     if (!move) return;
     event.preventDefault();
@@ -219,8 +225,14 @@
     const mass = condition.stepMaps[step][layer][head]; /* a step knows the mass only, not the entropy */
     return mass > data.thresholds.dead ? "dead" : mass > data.thresholds.sink ? "sink" : "healthy";
   }
-  function paintGrid() {
-    const range = limits(), condition = current(), step = stepIndex();
+  function paintGrids() {
+    const alone = data.stock < 0 || current() === data.conditions[data.stock];
+    $("pair").classList.toggle("alone", alone);
+    for (const grid of grids) if (grid.kind === "here" || !alone) paintGrid(grid);
+  }
+  function paintGrid({ cells, axes, kind }) {
+    const range = limits(), condition = shownIn(kind), step = stepIn(kind);
+    let sick = 0;
     for (let layer = 0; layer < data.layers; layer++)
       for (let head = 0; head < data.heads; head++) {
         const cell = cells[layer][head];
@@ -228,15 +240,19 @@
         const rgb = shade(value, range);
         const label = classAt(condition, layer, head, step);
         const here = layer === state.layer && head === state.head;
+        sick += label === "sink" || label === "dead";
         cell.style.background = rgb ? css(rgb) : "repeating-linear-gradient(45deg, #999 0 2px, transparent 2px 6px)";
         cell.style.color = rgb ? inkOn(rgb) : "";
         cell.textContent = GLYPHS[label];
-        cell.className = (condition.operated[layer][head] ? "operated " : condition.watched[layer][head] ? "watched " : "")
-          + (layer === state.layer || head === state.head ? "same" : "");
+        cell.className = current().operated[layer][head] ? "operated" : current().watched[layer][head] ? "watched" : "";
         cell.setAttribute("aria-selected", here ? "true" : "false");
         cell.tabIndex = here ? 0 : -1;
         cell.setAttribute("aria-label", name(layer, head) + ", " + label.replace("_", " ") + ", " + measure().label + " " + number(value, measure().digits));
       }
+    axes.rows.forEach((axis, layer) => axis.classList.toggle("on", layer === state.layer));
+    axes.columns.forEach((axis, head) => axis.classList.toggle("on", head === state.head));
+    const when = kind === "here" && current().steps.length ? ", " + $("step-text").textContent : "";
+    $(kind === "stock" ? "title-stock" : "title-here").replaceChildren(condition.label + when + " ", make("span", { class: "dim" }, sick + " sick"));
   }
   function paintLegend() {
     const [low, high] = limits();
@@ -253,11 +269,11 @@
       : state.step < steps.length ? "step " + steps[state.step] : "final, as judged";
   }
 
-  function showTip(event, layer, head) {
-    const condition = current();
-    const lines = [name(layer, head) + " · " + classAt(condition, layer, head, stepIndex()).replace("_", " ")];
+  function showTip(event, kind, layer, head) {
+    const condition = shownIn(kind), step = stepIn(kind);
+    const lines = [name(layer, head) + " · " + classAt(condition, layer, head, step).replace("_", " ")];
     for (const one of data.measures) {
-      const value = valueOf(condition, one.key, layer, head, ["first_token_mass", "change"].includes(one.key) ? stepIndex() : undefined);
+      const value = valueOf(condition, one.key, layer, head, ["first_token_mass", "change"].includes(one.key) ? step : undefined);
       if (known(value)) lines.push(one.label + " " + number(value, one.digits));
     }
     $("tip").textContent = lines.join("\n");
@@ -429,9 +445,11 @@
     $("multiples-note").textContent = one.label + ", final state; " + name(state.layer, state.head) + " marked";
   }
 
-  function render() { paintGrid(); paintLegend(); paintDetail(); paintMultiples(); }
-  buildGrid();
+  function render() { paintLegend(); paintGrids(); paintDetail(); paintMultiples(); }
+  if (data.stock >= 0) buildGrid($("grid-stock"), "stock");
+  buildGrid($("grid"), "here");
   buildMultiples();
+  document.querySelector(".multi-wrap").hidden = data.conditions.length < 2;
   [state.layer, state.head] = data.start;
   choose(data.open);
 })();

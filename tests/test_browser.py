@@ -1,0 +1,181 @@
+"""The report in a real browser: it opens, asks for nothing, and does what its controls say.
+
+Chromium is Debian's package; it is installed if it is missing and this machine lets us.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import pytest
+
+from headwise import report
+from reportstudy import EVIL, build_study
+
+playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+pytestmark = pytest.mark.browser
+
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+         "--disable-background-networking", "--disable-component-update"]  # fmt: skip
+PATIENCE = 120_000  # ms; the machine may be busy
+
+
+@pytest.fixture(scope="module")
+def chromium_path():
+    if shutil.which("chromium") is None and shutil.which("apt-get"):
+        subprocess.run(["apt-get", "update", "-qq"], check=False, capture_output=True)
+        subprocess.run(
+            ["apt-get", "install", "-y", "-qq", "chromium"], check=False, capture_output=True
+        )
+    path = shutil.which("chromium")
+    if path is None:
+        pytest.skip("Chromium is not installed, and apt-get could not install it")
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser(chromium_path):
+    with playwright.sync_playwright() as driver:
+        running = driver.chromium.launch(executable_path=chromium_path, args=FLAGS)
+        yield running
+        running.close()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("browser")
+    return report.write_report(build_study(folder / "study"), folder / "report")
+
+
+@pytest.fixture
+def page(browser, path):
+    """The report, opened; every message, error and request is kept in `page.heard`."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    context.set_default_timeout(PATIENCE)
+    opened = context.new_page()
+    heard = {"console": [], "errors": [], "requests": []}
+    opened.on("console", lambda message: heard["console"].append(message.text))
+    opened.on("pageerror", lambda error: heard["errors"].append(str(error)))
+    opened.on("request", lambda request: heard["requests"].append(request.url))
+    opened.goto(path.as_uri())
+    opened.heard = heard
+    yield opened
+    context.close()
+
+
+def here(page, head):
+    return page.locator(f'#grid [data-head="{head}"]')
+
+
+def test_the_report_opens_in_silence_and_asks_for_nothing(page, path):
+    page.wait_for_selector("#grid button")
+    page.evaluate("window.scrollTo(0, document.body.scrollHeight)")
+    assert page.heard["console"] == []
+    assert page.heard["errors"] == []
+    asked = [url for url in page.heard["requests"] if not url.startswith("data:")]
+    assert asked == [path.as_uri()]
+    assert page.locator("h1").inner_text().startswith("The model got better, but not because")
+
+
+def test_a_script_in_a_completion_stays_text(page):
+    assert page.evaluate("window.evil") is None
+    assert EVIL in page.locator("#completions blockquote").all_text_contents()
+    assert page.locator("#completions img").count() == 0
+
+
+def test_a_click_shows_the_numbers_of_that_head(page):
+    here(page, "L3H6").click()
+    assert page.locator("#detail-name").inner_text() == "L3H6"
+    row = page.locator("#detail tbody tr").first.inner_text().split("\t")
+    assert row[:2] == ["first-token mass", "0.957"]
+    assert here(page, "L3H6").get_attribute("aria-selected") == "true"
+    notes = page.locator("#multiples figcaption span").all_inner_texts()
+    assert len(notes) == 14
+    assert all(note.startswith("L3H6 ") for note in notes)
+    titles = page.locator("#detail h4").all_inner_texts()
+    assert [title.split(":")[0] for title in titles] == [
+        "Profile", "Trajectory over steps", "Ablation cost in every condition", "Neighbours",
+    ]  # fmt: skip
+
+
+def test_arrow_keys_move_the_selection(page):
+    here(page, "L3H6").click()
+    page.keyboard.press("ArrowUp")
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#detail-name").inner_text() == "L4H7"
+    assert page.evaluate("document.activeElement.dataset.head") == "L4H7"
+
+
+def test_the_slider_goes_through_the_checkpoints(page):
+    page.select_option("#arm", "gradient-only")
+    assert page.locator("#step-text").inner_text() == "final, as judged"
+    last = here(page, "L4H7").get_attribute("aria-label")
+    page.locator("#step").fill("0")
+    assert page.locator("#step-text").inner_text() == "step 0"
+    first = here(page, "L4H7").get_attribute("aria-label")
+    masses = [float(label.rsplit(" ", 1)[1]) for label in (first, last)]
+    assert masses[0] > 0.9 > masses[1]
+    page.locator("#step").fill("3")
+    assert page.locator("#step-text").inner_text() == "step 30"
+    page.select_option("#measure", label="entropy")
+    assert page.locator("#step").is_disabled()
+
+
+def test_switching_the_arm_and_the_seed_changes_the_grid(page):
+    here(page, "L4H7").click()
+    before = here(page, "L4H7").get_attribute("aria-label")
+    page.select_option("#arm", "random-heads")
+    after = here(page, "L4H7").get_attribute("aria-label")
+    assert before.startswith("L4H7, healthy")
+    assert after.startswith(("L4H7, sink", "L4H7, dead"))
+    page.select_option("#seed", label="1")
+    assert "random-heads, seed 1" in page.locator("#title-here").inner_text()
+    page.select_option("#arm", "stock")
+    assert page.locator("#grid-stock").is_hidden()
+
+
+def test_hovering_gives_numbers(page):
+    here(page, "L2H0").hover()
+    tip = page.locator("#tip")
+    assert tip.is_visible()
+    assert "L2H0" in tip.inner_text()
+    assert "entropy" in tip.inner_text()
+
+
+def test_a_heading_sorts_its_table(page):
+    table = page.locator('table[data-key="table02_recovery"]')
+    button = table.locator("thead button", has_text="healthy")
+    column = "table[data-key=table02_recovery] tbody td:nth-child(3)"
+    read = f"[...document.querySelectorAll('{column}')].map(cell => Number(cell.dataset.sort))"
+    button.click()
+    rising = page.evaluate(read)
+    assert rising == sorted(rising)
+    button.click()
+    assert page.evaluate(read) == sorted(rising, reverse=True)
+    heading = table.locator("thead th").nth(2)
+    assert heading.get_attribute("aria-sort") == "descending"
+
+
+def test_data_can_be_downloaded(page, tmp_path):
+    for name, ending in (("heads-csv", "csv"), ("data-json", "json")):
+        with page.expect_download() as waited:
+            page.locator(f'[data-download="{name}"]').click()
+        waited.value.save_as(tmp_path / name)
+        assert waited.value.suggested_filename.endswith(ending)
+    lines = (tmp_path / "heads-csv").read_text().splitlines()
+    assert lines[0].startswith("condition,layer,head,class,first_token_mass")
+    assert len(lines) == 1 + 14 * 64
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_needs_no_sideways_scrolling(browser, path, scheme):
+    context = browser.new_context(viewport={"width": 390, "height": 844}, color_scheme=scheme)
+    context.set_default_timeout(PATIENCE)
+    page = context.new_page()
+    page.goto(path.as_uri())
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    before = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.locator("#theme").click()
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != before
+    context.close()

@@ -1,0 +1,309 @@
+"""The report from artefacts: its numbers are theirs, its texts are escaped, its bytes repeat."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from headwise import report
+from headwise.errors import ArtefactError, HeadwiseError
+from headwise.papertables import against_stock
+from headwise.reportdata import read_source
+from headwise.reportpage import visible
+from headwise.reporttables import Column, Estimate, make_table, to_csv, to_markdown
+from headwise.survey import survey_models
+from headwise.verdict import judge
+from reportstudy import EVIL, build_study, diagnosis_of, stock_mass
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    return build_study(tmp_path_factory.mktemp("study"))
+
+
+@pytest.fixture
+def no_figures(monkeypatch):
+    """Figures take most of the time and are tested on their own."""
+    monkeypatch.setattr(report, "_write_figures", lambda source, folder: [])
+
+
+@pytest.fixture(scope="module")
+def tables(study):
+    return {table.number: table for table in report.paper_tables(read_source(study))}
+
+
+def rows_of(table, **match):
+    """Rows as {column: cell}, those where every given cell is the given one."""
+    names = [column.name for column in table.columns]
+    rows = [dict(zip(names, row, strict=True)) for row in table.rows]
+    return [row for row in rows if all(row[key] == value for key, value in match.items())]
+
+
+def read(path):
+    return json.loads(path.read_text())
+
+
+def test_every_table_has_rows_of_this_study_and_of_the_paper(tables):
+    assert sorted(tables) == list(range(1, 11))
+    for number, table in tables.items():
+        assert not table.missing, number
+        assert any(not table.is_paper(row) for row in table.rows), number
+        assert number == 1 or any(table.is_paper(row) for row in table.rows), number
+        assert table.notes, number
+
+
+def test_counts_and_perplexities_are_those_of_the_artefacts(tables, study):
+    body = read(study / "runs" / "sham-s1" / "evaluation.json")
+    (row,) = rows_of(tables[2], condition="sham, seed 1")
+    assert row["sink"] == body["diagnosis"]["counts"]["sink"]
+    assert row["held-out ppl"] == Estimate.of(body["text_sets"]["heldout"]["perplexity"])
+    assert row["weights in patch"] == body["patches"][0]["num_weights"]
+    (row,) = rows_of(tables[3], condition="sham, seed 1", **{"text set": "heldout-union"})
+    paired = read(study / "runs" / "sham-s1" / "comparison.json")["losses"]["heldout-union"]
+    assert row["loss - stock (nats)"] == Estimate.of(paired["difference"])
+    assert row["reading"] == paired["verdict"]
+
+
+def test_arms_carry_the_paired_statistics_of_the_summary(tables, study):
+    summary = read(study / "summary.json")
+    (row,) = rows_of(tables[4], arm="gradient-only")
+    told = summary["against_stock"]["gradient-only"]["heldout"]
+    assert row["loss - stock (nats)"] == Estimate.of(told)
+    functional = [r["functional"] for r in summary["arms"]["gradient-only"]["recovery"]]
+    assert row["functionally recovered"] == sum(functional) / len(functional)
+
+
+def test_drift_and_columns_are_those_of_the_comparison(tables, study):
+    comparison = read(study / "runs" / "gradient-only-s0" / "comparison.json")
+    for number, zone in ((5, "outside"), (6, "watched")):
+        (row,) = rows_of(tables[number], condition="gradient-only, seed 0")
+        told = comparison["drift"][zone]
+        assert row["heads with |change| > 0.05"] == told["drifting"]
+        assert (row["heads"], row["movable"]) == (told["heads"], told["movable"])
+        assert row["mean |change|"] == pytest.approx(told["mean_abs_delta"])
+        assert row["worst head"] == told["worst"]["head"]
+    (row,) = rows_of(tables[7], condition="gradient-only, seed 0", column="H5")
+    told = comparison["columns"]["H5"]
+    assert row["mean |change| last"] == told["mean_abs_delta"][-1]
+    assert row["trend"] == told["trend"]
+    assert 0 < row["noise floor"] < 0.02
+
+
+def test_a_second_pass_counts_the_heads_of_the_first_as_operated(study):
+    source = read_source(study)
+    first, second = (c for c in source.runs if c.arm == "surgery" and c.seed == 0)
+    assert (second.number, second.last, first.last) == (2, True, False)
+    operated = second.zone("operated")
+    assert (operated >= first.zone("operated")).all()
+    assert operated.sum() > first.zone("operated").sum()
+    effects = next(f for f in judge(source).findings if f.title == "Side effects")
+    assert "0 healed untreated" in effects.text
+
+
+def test_the_column_table_shows_healthy_heads_that_were_operated_on(tables, study):
+    rows = rows_of(tables[8], condition="column, seed 0")
+    assert [row["head"] for row in rows] == [f"L{layer}H3" for layer in range(2, 7)]
+    cost = read(study / "stock" / "evaluation.json")["heads"]["ablation_zero"]["L2H3"]
+    assert rows[0]["ablation cost, stock"] == Estimate.of(cost)
+
+
+def test_the_post_operation_loss_is_the_validation_at_step_0(tables):
+    (sham,) = rows_of(tables[9], condition="sham, seed 0")
+    (plain,) = rows_of(tables[9], condition="gradient-only, seed 0")
+    assert sham["post-operation"] == pytest.approx(2.718281828**3.33)
+    assert sham["stock"] == plain["post-operation"] == pytest.approx(2.718281828**3.3)
+
+
+def test_published_values_stand_beside_ours(tables):
+    (row,) = rows_of(tables[2], condition="BLOOM-1b7 pass 1, epoch 3")
+    assert (row["healthy"], row["held-out ppl"]) == (341, 27.52)
+    assert rows_of(tables[10], source="paper")[0]["slope"] == 0.7071
+    assert "L23H14" in [row["worst head"] for row in rows_of(tables[5], source="paper")]
+    assert any("113.3M" in note for note in tables[2].notes)
+    assert any("L20H7" in note for note in tables[5].notes)
+    assert any("not a share of layers" in note for note in tables[1].notes)
+
+
+def test_the_cross_scale_rows_are_those_of_the_survey(tables):
+    from headwise.published import published_diagnoses
+
+    survey = survey_models([*published_diagnoses(), diagnosis_of(stock_mass())])
+    for ours, told in zip(rows_of(tables[1]), survey.rows, strict=True):
+        assert ours["sick heads"] == told["sick"]
+        assert ours["layers sick in band, lowest"] == pytest.approx(told["band_layer_share_min"])
+        assert ours["slope ~ sick (Spearman)"] == pytest.approx(told["spearman_slope_sick_share"])
+
+
+def test_the_verdict_says_plainly_that_plain_training_did_better(study):
+    verdict = judge(read_source(study))
+    assert verdict.tone == "bad"
+    assert "not because of the operation: gradient-only did better" in verdict.headline
+    texts = {finding.title: finding.text for finding in verdict.findings}
+    assert (
+        "in the sham, where nothing was learnt, 12 of 12 pass too" in texts["By first-token mass"]
+    )
+    assert "sham 0 of 12" in texts["By function"]
+    assert re.search(r"95% interval \S+ to \S+", texts["Against gradient-only"])
+
+
+@pytest.mark.parametrize(
+    ("change", "gap", "words"),
+    [
+        ((-0.2, -0.3, -0.1), (-0.1, -0.2, -0.05), "better than gradient-only"),
+        ((-0.2, -0.3, -0.1), (-0.1, -0.2, 0.05), "no difference to gradient-only"),
+        ((0.01, -0.1, 0.1), (-0.1, -0.2, -0.05), "no difference that this held-out text"),
+        ((0.2, 0.1, 0.3), (-0.1, -0.2, -0.05), "made the model worse"),
+    ],
+)
+def test_the_headline_follows_the_intervals(study, change, gap, words):
+    source = read_source(study)
+    keys = ("value", "low", "high")
+    for text in source.summary["against_stock"]["surgery"].values():
+        text |= dict(zip(keys, change, strict=True))
+    for name, entry in source.summary["between_arms"].items():
+        if name.startswith("surgery - "):
+            numbers = gap if name.endswith("gradient-only") else (-1.0, -2.0, -0.5)
+            entry["heldout"] |= dict(zip(keys, numbers, strict=True))
+    assert words in judge(source).headline
+
+
+def test_the_page_is_self_contained_and_escapes_every_text(study, tmp_path, no_figures):
+    page = report.write_report(study, tmp_path).read_text()
+    assert "default-src 'none'" in page
+    assert EVIL not in page
+    assert "<script>window.evil" not in page
+    assert "&lt;script&gt;window.evil" in page
+    links = re.findall(r'(?:src|href)="([^"]*)"', page)
+    assert all(link.startswith(("#", "data:")) for link in links), links
+    start = page.index('id="data">') + len('id="data">')
+    payload = json.loads(page[start : page.index("</script>", start)])
+    assert [c["key"] for c in payload["conditions"]][:2] == ["stock", "surgery-s0"]
+    assert [m["key"] for m in payload["measures"]][:3] == ["first_token_mass", "change", "ablation"]
+    assert "plasticity" in {m["key"] for m in payload["measures"]}
+
+
+def test_control_characters_become_symbols():
+    assert visible("a\x00b\n\x1b\x7f") == "a\u2400b\n\u241b\u2421"
+
+
+def test_the_same_artefacts_give_the_same_bytes(study, tmp_path, no_figures):
+    one = report.write_report(study, tmp_path / "one").read_bytes()
+    two = report.write_report(study, tmp_path / "two").read_bytes()
+    assert one == two
+    for path in sorted((tmp_path / "one" / "tables").iterdir()):
+        assert path.read_bytes() == (tmp_path / "two" / "tables" / path.name).read_bytes()
+
+
+def test_tables_are_written_as_markdown_and_csv(study, tmp_path, no_figures):
+    report.write_report(study, tmp_path)
+    names = sorted(path.name for path in (tmp_path / "tables").iterdir())
+    assert len(names) == 20
+    text = (tmp_path / "tables" / "table03_held_out_perplexity.csv").read_text()
+    rows = list(csv.DictReader(io.StringIO(text)))
+    told = read(study / "stock" / "evaluation.json")["text_sets"]["heldout"]["perplexity"]
+    assert float(rows[0]["perplexity"]) == told["value"]
+    assert float(rows[0]["perplexity_high"]) == told["high"]
+
+
+def test_a_cell_cannot_break_out_of_its_table():
+    table = make_table(1, "x", "x", ["name", Column("n", ".1f")], [["a|b\nc", 1.0], ["=1+1", None]])
+    assert "a\\|b c" in to_markdown(table)
+    assert "'=1+1" in to_csv(table)
+
+
+def test_all_figures_are_drawn_in_three_formats(study, tmp_path):
+    page = report.write_report(study, tmp_path).read_text()
+    names = {path.name for path in (tmp_path / "figures").iterdir()}
+    stems = {"figure1_histogram", "figure2_cross_scale", "figure3_arm_changes",
+             "figure4_matched_changes", "figure5_loss_by_step", "figure6_watched_changes",
+             "figure7_column_drift", "trajectories", "cascade", "plasticity"}  # fmt: skip
+    assert names == {f"{stem}.{ending}" for stem in stems for ending in ("png", "svg", "pdf")}
+    assert page.count("data:image/png;base64,") == len(stems)
+
+
+def test_the_published_figures_are_shown_again_from_the_digitised_data(tmp_path):
+    written = report.published_figures(tmp_path)
+    assert len([path for path in written if path.suffix == ".png"]) == 7
+    histogram = (tmp_path / "figure1_histogram.svg").read_text()
+    assert "139 sick" in histogram
+    assert "245 not" in histogram
+    maps = (tmp_path / "figure2_cross_scale.svg").read_text()
+    assert all(count in maps for count in ("(169/384)", "(139/384)", "(365/960)", "(296/960)"))
+    changes = (tmp_path / "figure4_matched_changes.svg").read_text()
+    assert "published: curated, epoch 3" in changes
+    assert "of 258" in changes
+
+
+def test_a_bare_diagnosis_has_a_report_whose_tables_say_what_is_missing(tmp_path, no_figures):
+    diagnosis_of(stock_mass()).save(tmp_path / "d" / "diagnosis.json")
+    page = report.write_report(tmp_path / "d", tmp_path / "out").read_text()
+    assert "12 of 64 heads of made-model (19%) are sick." in page
+    text = (tmp_path / "out" / "tables" / "table04_arms.md").read_text()
+    assert "No arm was run here" in text
+    assert "108" in text
+
+
+def test_a_single_run_has_a_report(study, tmp_path, no_figures):
+    run = study / "runs" / "gradient-only-s0"
+    page = report.write_report(run, tmp_path).read_text()
+    assert "Gradient-only made the model better; no control says why." in page
+    source = read_source(run)
+    stock = read_source(study).stock
+    assert source.stock.diagnosis["classes"] == stock.diagnosis["classes"]
+    assert source.stock.maps["first_token_mass"] == pytest.approx(stock.maps["first_token_mass"])
+    paired = read(run / "comparison.json")["losses"]["heldout"]["difference"]
+    assert against_stock(source, "gradient-only") == Estimate.of(paired)
+
+
+def test_a_run_that_was_not_judged_yet_still_has_a_page(study, tmp_path, no_figures):
+    run = tmp_path / "run"
+    shutil.copytree(study / "runs" / "surgery-s1", run)
+    (run / "evaluation.json").unlink()
+    (run / "comparison.json").unlink()
+    page = report.write_report(run, tmp_path / "out").read_text()
+    assert "Nothing was judged yet" in page
+
+
+def test_an_unfinished_study_names_what_is_missing(study, tmp_path, no_figures):
+    part = tmp_path / "part"
+    shutil.copytree(study, part)
+    shutil.rmtree(part / "runs" / "sham-s1")
+    (part / "summary.json").unlink()
+    page = report.write_report(part, tmp_path / "out").read_text()
+    assert "No result yet for sham seed 1" in page
+
+
+def test_a_missing_or_foreign_folder_is_a_clear_error(tmp_path):
+    with pytest.raises(ArtefactError, match="no such folder"):
+        report.write_report(tmp_path / "nowhere", tmp_path)
+    with pytest.raises(HeadwiseError, match="nothing to report") as caught:
+        report.write_report(tmp_path, tmp_path / "out")
+    assert "fix" in str(caught.value)
+    (tmp_path / "diagnosis.json").write_text('{"schema": "other/1"}')
+    with pytest.raises(ArtefactError, match="schema is 'other/1'"):
+        report.write_report(tmp_path, tmp_path / "out")
+
+
+def test_a_cut_off_line_file_is_a_clear_error(study, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(study / "runs" / "surgery-s1", run)
+    (run / "maps.jsonl").write_text('{"step": 0, "first_tok')
+    with pytest.raises(ArtefactError, match=r"not a complete \.jsonl file"):
+        report.write_report(run, tmp_path / "out")
+
+
+def test_tables_and_page_are_made_without_torch(study, tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from headwise import report;"
+        "report._write_figures = lambda source, folder: [];"
+        "report.write_report(Path(sys.argv[1]), Path(sys.argv[2]));"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(study), str(tmp_path)], check=True, timeout=120)
