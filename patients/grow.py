@@ -464,7 +464,7 @@ def shipped_texts(documents: list[Document]) -> dict[str, list[Document]]:
 
     prose, parallel = of("prose", "train"), of("parallel", "train")
     corpora = {
-        "train": parallel[:5000] + prose[:1000],
+        "train": parallel[:3000] + of("repeated", "train")[:2000] + prose[:1000],
         "second": prose[1000:4000],
         "heldout": of("parallel", "heldout")[:160] + of("prose", "heldout")[:120],
     }
