@@ -62,6 +62,10 @@ def diagnosis_of(mass: np.ndarray, seed: int = 0):
     ramp = np.linspace(1, 0, len(starts)) ** 2
     profile = mass[..., None] + (1 - mass[..., None]) * ramp * 0.9
     profile[..., 0] = 1.0
+    keys = np.tril(np.ones((len(starts), len(starts))))
+    keys /= keys.sum(1, keepdims=True)
+    pooled = keys * (1 - mass[..., None, None])
+    pooled[..., 0] += mass[..., None]
     norm = 1.2 - 0.8 * mass + rng.normal(0, 0.05, mass.shape)
     maps = {
         "first_token_mass": mass,
@@ -82,6 +86,7 @@ def diagnosis_of(mass: np.ndarray, seed: int = 0):
         profile={"bucket_start": starts, "bucket_stop": stops, "num_queries": [24] * 8,
                  "first_token_mass": profile.tolist()},
         sink_rate={"epsilon": 0.3, "value": 0.4},
+        pooled={"bucket_start": starts, "bucket_stop": stops, "maps": pooled.tolist()},
         provenance={"texts": texts, "settings": {"max_length": 128}, "versions": {"headwise": "x"}},
     )  # fmt: skip
 

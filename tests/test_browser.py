@@ -75,7 +75,11 @@ def test_the_report_opens_in_silence_and_asks_for_nothing(page, path):
     assert page.heard["errors"] == []
     asked = [url for url in page.heard["requests"] if not url.startswith("data:")]
     assert asked == [path.as_uri()]
-    assert page.locator("h1").inner_text().startswith("The model got better, but not because")
+    assert (
+        page.locator("h1")
+        .inner_text()
+        .startswith("The operation made the model better, but gradient-only")
+    )
 
 
 def test_a_script_in_a_completion_stays_text(page):
@@ -96,6 +100,7 @@ def test_a_click_shows_the_numbers_of_that_head(page):
     titles = page.locator("#detail h4").all_inner_texts()
     assert [title.split(":")[0] for title in titles] == [
         "Profile", "Trajectory over steps", "Ablation cost in every condition", "Neighbours",
+        "Pooled attention map",
     ]  # fmt: skip
 
 

@@ -143,8 +143,8 @@ def test_the_cross_scale_rows_are_those_of_the_survey(tables):
 
 def test_the_verdict_says_plainly_that_plain_training_did_better(study):
     verdict = judge(read_source(study))
-    assert verdict.tone == "bad"
-    assert "not because of the operation: gradient-only did better" in verdict.headline
+    assert verdict.tone == "caution"
+    assert "but gradient-only made it better still" in verdict.headline
     texts = {finding.title: finding.text for finding in verdict.findings}
     assert (
         "in the sham, where nothing was learnt, 12 of 12 pass too" in texts["By first-token mass"]

@@ -1,4 +1,4 @@
-"""Studies: checked before they run, resumable, and the same bytes however often they were killed."""
+"""Studies: checked before they run, resumable, the same bytes however often they were killed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ RECIPE = {
 @pytest.fixture(scope="module")
 def corpus_dir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
-    words = "the old clock in the hall struck nine and nobody on the stair was there to hear".split()
+    sentence = "the old clock in the hall struck nine and nobody on the stair was there to hear"
+    words = sentence.split()
     for number in range(60):
         order = random.Random(number).sample(words, len(words))
         (folder / f"{number:03d}.txt").write_text(" ".join(order * 2))
@@ -109,9 +110,7 @@ def test_the_sham_is_not_sick_but_not_functional(tmp_path, model_dir, corpus_dir
 
 
 @pytest.mark.faults
-def test_a_study_killed_at_random_moments_ends_with_the_same_bytes(
-    tmp_path, model_dir, corpus_dir
-):
+def test_a_study_killed_at_random_moments_ends_with_the_same_bytes(tmp_path, model_dir, corpus_dir):
     path = write_study(tmp_path / "s.yaml", model_dir, corpus_dir)
     whole = run_study(load_study(str(path)), out=tmp_path / "whole")
     command = [

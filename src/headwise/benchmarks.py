@@ -12,31 +12,31 @@ from headwise.errors import SettingsError
 Rows = list[dict[str, Any]]
 
 
-def _diagnose(model: str | None, repeats: int) -> Rows:
+def _diagnose(model: str | None, repeats: int, out: Path) -> Rows:
     from headwise.bench_diagnose import bench_diagnose
 
-    return bench_diagnose(model=model, repeats=repeats)
+    return bench_diagnose(model=model, repeats=repeats, out=out)
 
 
-def _repair(model: str | None, repeats: int) -> Rows:
+def _repair(model: str | None, repeats: int, out: Path) -> Rows:
     from headwise.bench_repair import bench_repair
 
     return bench_repair(repeats=repeats)
 
 
-def _ablation(model: str | None, repeats: int) -> Rows:
+def _ablation(model: str | None, repeats: int, out: Path) -> Rows:
     from headwise.bench_repair import bench_ablation
 
     return bench_ablation(repeats=repeats)
 
 
-def _plasticity(model: str | None, repeats: int) -> Rows:
+def _plasticity(model: str | None, repeats: int, out: Path) -> Rows:
     from headwise.bench_plasticity import bench_plasticity
 
     return bench_plasticity()
 
 
-BENCHMARKS: dict[str, Callable[[str | None, int], Rows]] = {
+BENCHMARKS: dict[str, Callable[[str | None, int, Path], Rows]] = {
     "diagnose": _diagnose,
     "repair": _repair,
     "ablation": _ablation,
@@ -51,6 +51,6 @@ def run_benchmarks(
     if what != "all" and what not in BENCHMARKS:
         raise SettingsError(f"no benchmark is called {what!r}", fix=f"all, {', '.join(BENCHMARKS)}")
     for name in BENCHMARKS if what == "all" else [what]:
-        rows = BENCHMARKS[name](model, repeats)
+        rows = BENCHMARKS[name](model, repeats, out)
         save_artefact(out / f"bench_{name}.json", "bench", {"rows": rows, "versions": versions()})
         yield name, rows

@@ -215,7 +215,8 @@ def _vectors(
         padded = torch.nn.functional.pad(ids, (0, int(extra)))
         with _before_rotation(model, layers) as unrotated:
             model.base_model(input_ids=padded.to(device), use_cache=False)
-    return [(n, *(vectors[:, :, :length] for vectors in unrotated[n])) for n in layers]
+    cut = {n: (q[:, :, :length], k[:, :, :length]) for n, (q, k) in unrotated.items()}
+    return [(n, cut[n][0], cut[n][1]) for n in layers]
 
 
 @contextmanager

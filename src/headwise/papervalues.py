@@ -162,7 +162,7 @@ NOTES: dict[int, tuple[str, ...]] = {
 
 FIGURE_NOTES: dict[int, tuple[str, ...]] = {
     1: ("Published bars sum to 245 and 139; the printed '142 collapsed' adds 3 low-entropy heads. "
-        "24% of the heads lie between 0.4 and 0.6: there is no sparse valley.",),
+        "24% of the heads lie from 0.4 to 0.6, both included: there is no sparse valley.",),
     2: ("Published counts 169, 139, 365, 296 are met exactly by the digitised maps.",),
     3: ("The published image is curated | Wikipedia | C4; its caption says stock | curated | C4, "
         "and the Wikipedia run is nowhere in the text. Digitised maps are good to 0.002: they "

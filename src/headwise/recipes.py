@@ -44,7 +44,7 @@ RECIPES: dict[str, Recipe] = {
     # 541K tokens in 512-token blocks are 132 steps of 8 an epoch; the best epoch was the third.
     "bloom-1b7-pass1": Recipe(name="bloom-1b7-pass1", steps=396, validate_every=44, save_every=44),
     "patient": Recipe(
-        name="patient", steps=400, lr=3e-3, warmup=20, batch_size=16, accumulation=1, block=256,
+        name="patient", steps=300, lr=3e-3, warmup=20, batch_size=16, accumulation=1, block=256,
         validate_every=50, save_every=50, map_every=10,
     ),
 }  # fmt: skip

@@ -89,7 +89,7 @@ def _condition(condition: Condition) -> dict[str, Any]:
         "maps": maps,
         "classes": [[CLASSES.index(name) for name in row] for row in body["classes"]],
         "profile": short(body["profile"][MASS]) if body.get("profile") else None,
-        "pooled": short(body["pooled"]["maps"]) if body.get("pooled") else None,
+        "pooled": short(body["pooled"]["maps"], 3) if body.get("pooled") else None,
         "ablation": _ablation(condition),
         "operated": np.asarray(operated, dtype=int).tolist(),
         "watched": np.asarray(watched, dtype=int).tolist(),
@@ -144,15 +144,15 @@ def _start(source: Source, shown: Sequence[Condition]) -> list[int]:
     return [int(layer), int(head)]
 
 
-def short(value: Any) -> Any:
-    """Nested lists with every number cut to five significant digits."""
+def short(value: Any, digits: int = 5) -> Any:
+    """Nested lists with every number cut to a few significant digits."""
     if isinstance(value, list):
-        return [short(item) for item in value]
-    return None if value is None else _cut(value)
+        return [short(item, digits) for item in value]
+    return None if value is None else _cut(value, digits)
 
 
-def _cut(value: float) -> float:
-    return float(f"{value:.5g}")
+def _cut(value: float, digits: int = 5) -> float:
+    return float(f"{value:.{digits}g}") or 0  # 0 is shorter than 0.0, and half a pooled map
 
 
 def as_script(payload: Any) -> Markup:

@@ -101,9 +101,10 @@ def _sickness(source: Source) -> Finding | None:
     sweep = stock.diagnosis.get("threshold_sweep")
     if sweep and counts["sick"]:
         at = sweep["counts"]
+        same = at["0.40"] == at["0.60"]
         text += (
             f" At a threshold of 0.40 it would be {at['0.40']}, at 0.60 {at['0.60']}: the number "
-            "depends on where the line is drawn."
+            f"{'does not depend' if same else 'depends'} on where the line is drawn."
         )
     return Finding("Heads that are sick in stock", text)
 
@@ -311,9 +312,8 @@ def _headline(source: Source, main: Condition) -> tuple[str, Tone]:
     equal = [arm for arm, _, gap in gaps if gap.low <= 0 <= gap.high]
     if better:
         return (
-            f"The model got better, but not because of the operation: {_listed(better)} did "
-            "better still.",
-            "bad",
+            f"{name} made the model better, but {_listed(better)} made it better still.",
+            "caution",
         )
     if equal:
         return (
