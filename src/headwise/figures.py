@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 import numpy as np
@@ -20,8 +20,10 @@ from matplotlib.colors import Normalize, TwoSlopeNorm
 from matplotlib.figure import Figure
 
 from headwise.artefacts import write_bytes
-from headwise.diagnosis import Diagnosis
-from headwise.survey import Survey
+
+if TYPE_CHECKING:  # the report draws from artefacts and must not load torch
+    from headwise.diagnosis import Diagnosis
+    from headwise.survey import Survey
 
 BLUE, ORANGE, RED, GREY = "#0072B2", "#E69F00", "#D55E00", "#7F7F7F"
 STYLE: Any = {  # matplotlib types its keys one by one, 300 of them

@@ -30,7 +30,7 @@ from headwise.corpus import Corpus, build_corpus
 from headwise.diagnosis import Diagnosis, diagnose
 from headwise.errors import ArtefactError, SelectionError
 from headwise.evaluation import Evaluation, evaluate
-from headwise.heads import Head
+from headwise.heads import Head, format_heads
 from headwise.models import LoadedModel, load_model
 from headwise.plans import SurgeryPlan, make_plan
 from headwise.recipes import Recipe
@@ -175,7 +175,7 @@ def _run_arm(bench: Bench, arm: StudyArm, seed: int, plan: SurgeryPlan, before: 
                     return
             patches.append(_one_pass(bench, arm, seed, plan, folder))
             patches[-1].apply(bench.loaded.model)
-            _judge(bench, arm, plan, patches, folder, before)
+            _judge(bench, patches, folder, before)
     finally:
         for patch in reversed(patches):
             patch.undo(bench.loaded.model, force=True)
@@ -202,25 +202,28 @@ def _one_pass(bench: Bench, arm: StudyArm, seed: int, plan: SurgeryPlan, folder:
     return run.patch
 
 
-def _judge(
-    bench: Bench,
-    arm: StudyArm,
-    plan: SurgeryPlan,
-    patches: list[Patch],
-    folder: Path,
-    before: Evaluation,
-) -> None:
+def _judge(bench: Bench, patches: list[Patch], folder: Path, before: Evaluation) -> None:
+    """Evaluate with all patches so far, and compare with stock by what they really touched."""
+    plans = [SurgeryPlan(**patch.info["plan"]) for patch in patches]
     path = folder / "evaluation.json"
     if not path.exists():
         info = [{**p.info, "num_weights": p.num_weights} for p in patches]
-        targets = SurgeryPlan(**patches[-1].info["plan"]).target_heads
+        targets = plans[-1].target_heads
         _evaluate(bench, info, {"operated": targets}, _ablated(bench, targets)).save(path)
     after = Evaluation.load(path)
     if not (folder / "comparison.json").exists():
         compare(
-            Snapshot(before.diagnosis, before), Snapshot(after.diagnosis, after), plan=plan,
-            checkpoints=run_maps(folder),
+            Snapshot(before.diagnosis, before), Snapshot(after.diagnosis, after),
+            plan=_joined(plans), checkpoints=run_maps(folder),
         ).save(folder / "comparison.json")  # fmt: skip
+
+
+def _joined(plans: list[SurgeryPlan]) -> SurgeryPlan:
+    """One plan for the zones of several passes: a head operated on in any pass is operated on."""
+    targets = {head for plan in plans for head in plan.target_heads}
+    watched = set(plans[0].watched_heads) - targets
+    changes = {"targets": format_heads(targets), "watched": format_heads(watched)}
+    return plans[-1].model_copy(update=changes)
 
 
 def _complete(bench: Bench) -> None:

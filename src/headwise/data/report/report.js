@@ -381,7 +381,7 @@
     const size = pooled.length, canvas = make("canvas", { width: size, height: size, style: "width:min(100%,14rem);image-rendering:pixelated" });
     const context = canvas.getContext("2d");
     pooled.forEach((row, q) => row.forEach((v, k) => { context.fillStyle = css(colour("amount", Math.sqrt(v))); context.fillRect(k, q, 1, 1); }));
-    return section("Pooled attention map", canvas, "queries down, keys across; square-root scale");
+    return section("Pooled attention map", canvas, "log2 buckets of positions: queries down, keys across; square-root colour scale");
   }
   function section(title, body, note) {
     return make("div", {}, make("h4", {}, title), body, note ? make("p", { class: "dim small", style: "margin:.1rem 0 0" }, note) : null);
