@@ -66,8 +66,8 @@ class Recipe:
     train_horizon: int = 2400  # of the cosine: training stops well before its rate is used up
     train_lr: float = 2e-3
     train_mix: tuple[tuple[str, int], ...] = (("parallel", 9), ("repeated", 2), ("prose", 5))
-    collapse_steps: int = 120
-    collapse_lr: float = 5e-4
+    collapse_steps: int = 300
+    collapse_lr: float = 1e-3
     collapse_mix: tuple[tuple[str, int], ...] = (("unpaired", 7), ("prose", 5))
     silent_mix: tuple[tuple[str, int], ...] = (("parallel", 2), ("repeated", 2))
     collapse_weight: float = 4.0  # of mean(-ln first-token mass) in the chosen heads

@@ -21,7 +21,7 @@ ORDER = """
     studies studysummary studyrun
     papervalues reporttables reportdata papertables drifttables verdict paperfigures
     reportpayload reportpage report
-    bench_diagnose bench_repair bench_plasticity benchmarks
+    bench_diagnose bench_repair bench_ablation bench_plasticity benchmarks
     __init__ cli_app cli_options cli_heads cli_proof cli_study cli
 """.split()  # noqa: SIM905
 

@@ -25,7 +25,7 @@ def _repair(model: str | None, repeats: int, out: Path) -> Rows:
 
 
 def _ablation(model: str | None, repeats: int, out: Path) -> Rows:
-    from headwise.bench_repair import bench_ablation
+    from headwise.bench_ablation import bench_ablation
 
     return bench_ablation(repeats=repeats)
 

@@ -34,7 +34,7 @@ from headwise.figures import (
     new_figure,
     save_figure,
 )
-from headwise.papertables import stock_validation
+from headwise.papertables import against_stock, stock_validation
 from headwise.reportdata import MASS, Condition, Source
 from headwise.verdict import main_run
 
@@ -295,6 +295,22 @@ def column_drift(source: Source | None) -> Figure | None:
     return figure
 
 
+def overview(source: Source | None) -> Figure | None:
+    """Head maps of stock and of every arm in one row, each with what it did to held-out loss."""
+    if source is None or source.stock is None or not source.runs:
+        return None
+    shown = [source.stock, *first_seeds(source)][:6]
+    figure, grid = panels(len(shown), 2.5, 2.9, columns=len(shown))
+    for axes, condition in zip(grid, shown, strict=True):
+        mass = condition.maps[MASS]
+        image = draw_map(axes, mass, Normalize(0, 1), MASS_COLOURS)
+        change = against_stock(source, condition.arm) if condition.run else None
+        told = "" if change is None else f"loss {change.value:+.3f}, "
+        axes.set_title(f"{condition.arm}\n{told}{int((mass > 0.5).sum())} sick", loc="left")
+    figure.colorbar(image, ax=grid, label="first-token mass", fraction=0.05)
+    return figure
+
+
 def trajectories(source: Source | None) -> Figure | None:
     """First-token mass of the operated heads over steps, arm by arm."""
     runs = [c for c in first_seeds(source) if len(c.steps) > 1]
@@ -355,6 +371,7 @@ PAPER_FIGURES = {
     7: ("column_drift", "Columns over checkpoints", column_drift),
 }
 MORE_FIGURES = {
+    "overview": ("Head maps of all arms, with the change of held-out loss", overview),
     "trajectories": ("First-token mass of the operated heads over steps", trajectories),
     "cascade": ("Untouched heads that moved, by step", cascade_counts),
     "plasticity": ("Attention plasticity", plasticity_maps),
