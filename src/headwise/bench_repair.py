@@ -287,6 +287,7 @@ def _limit(model: Any, length: int, folder: Path) -> Work:
 
     from headwise.architectures import blocks_of
     from headwise.losses import shifted_targets, summed_loss
+    from headwise.suffix import fused_gelu
     from headwise.tap import tapped
 
     for parameter in model.parameters():
@@ -300,7 +301,7 @@ def _limit(model: Any, length: int, folder: Path) -> Work:
     targets = shifted_targets(ids, torch.tensor([length]))
 
     def block() -> None:
-        with tapped(model):
+        with tapped(model), fused_gelu(model):
             hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
             summed_loss(model, hidden, targets).backward()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -146,6 +147,19 @@ def _checkpointing(blocks: list[nn.Module]) -> Iterator[None]:
     finally:
         for block in blocks:
             block.__dict__.pop("forward", None)
+
+
+@contextmanager
+def fused_gelu(model: PreTrainedModel) -> Iterator[None]:
+    """BLOOM spells its tanh GELU out in seven passes over memory; torch has it in one."""
+    modules = [module for module in model.modules() if type(module).__name__ == "BloomGelu"]
+    try:
+        for module in modules:
+            module.__dict__["forward"] = partial(nn.functional.gelu, approximate="tanh")
+        yield
+    finally:
+        for module in modules:
+            module.__dict__.pop("forward", None)
 
 
 def device_of(model: PreTrainedModel) -> torch.device:

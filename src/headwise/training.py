@@ -32,7 +32,7 @@ from headwise.losses import shifted_targets, summed_loss, token_losses
 from headwise.masters import Master, training_slices, write_masters
 from headwise.qkfiles import write_array
 from headwise.recipes import Recipe, learning_rate
-from headwise.suffix import checkpointed, device_of, layer_input, run_from
+from headwise.suffix import checkpointed, device_of, fused_gelu, layer_input, run_from
 from headwise.tap import Reader, Sight, tapped
 from headwise.texts import Batch
 from headwise.weights import read_safetensors, write_safetensors
@@ -77,6 +77,7 @@ class Job:
                 stack.enter_context(training_slices(self.model, list(self.masters)))
             if self.recipe.checkpoint_layers:
                 stack.enter_context(checkpointed(self.model, self.lowest))
+            stack.enter_context(fused_gelu(self.model))
             stack.enter_context(tapped(self.model, reader))
             yield
 
