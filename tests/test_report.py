@@ -223,7 +223,8 @@ def test_all_figures_are_drawn_in_three_formats(study, tmp_path):
     names = {path.name for path in (tmp_path / "figures").iterdir()}
     stems = {"figure1_histogram", "figure2_cross_scale", "figure3_arm_changes",
              "figure4_matched_changes", "figure5_loss_by_step", "figure6_watched_changes",
-             "figure7_column_drift", "overview", "trajectories", "cascade", "plasticity"}  # fmt: skip
+             "figure7_column_drift", "overview", "trajectories", "cascade",
+             "plasticity"}  # fmt: skip
     assert names == {f"{stem}.{ending}" for stem in stems for ending in ("png", "svg", "pdf")}
     assert page.count("data:image/png;base64,") == len(stems)
 
