@@ -55,7 +55,7 @@ def diagnose(
     from headwise.diagnosis import Thresholds, diagnose as run
     from headwise.terminal import console, diagnosis_table, head_grid
 
-    chosen = chosen_texts(texts, lines, model)
+    chosen = chosen_texts(texts, lines, model, most=120)  # enough for a map, in seconds
     loaded = load(model, dtype, device_map, allow_pickle, trust_remote_code)
     diagnosis = run(
         loaded.model, loaded.tokenizer, chosen, name=loaded.id, max_length=max_length,

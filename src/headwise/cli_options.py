@@ -38,11 +38,16 @@ Patches = Annotated[
 ]
 
 
-def chosen_texts(sources: list[str] | None, lines: bool, model: str) -> TextSet:
+def chosen_texts(
+    sources: list[str] | None, lines: bool, model: str, most: int | None = None
+) -> TextSet:
     """The texts a verb works on: given ones, or the default of the model."""
-    from headwise.texts import default_texts, read_texts
+    from headwise.texts import TextSet, default_texts, read_texts
 
-    return read_texts(sources, lines=lines) if sources else default_texts(model)
+    if sources:
+        return read_texts(sources, lines=lines)
+    found = default_texts(model)
+    return found if most is None else TextSet(found.name, found.texts[:most])
 
 
 def load(
