@@ -1,14 +1,16 @@
 """What a head is worth: how held-out loss changes when its output is removed.
 
-Exact: the model runs once and the input of every layer is kept; an ablation re-runs only its own
-layer and those above, several ablations stacked in one batch. Zero ablation removes the output,
-mean ablation replaces it by its mean over tokens. First-order: one backward pass estimates all
-heads at once (Michel et al. 2019). Functional recovery is decided by the exact numbers.
+Exact: the model runs once and what every attention module gave is kept; an ablation corrects that
+by the head's own share and re-runs only what comes after it, several ablations in one batch. Zero
+ablation removes the output, mean ablation replaces it by its mean over tokens. First-order: one
+backward pass estimates all heads at once (Michel et al. 2019). Functional recovery is decided by
+the exact numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,11 +24,19 @@ from headwise.architectures import geometry_of
 from headwise.heads import Head
 from headwise.losses import shifted_targets, summed_loss, token_losses
 from headwise.resampling import Interval, mean_interval, mean_intervals
-from headwise.suffix import device_of, layer_inputs, run_from
+from headwise.suffix import (
+    device_of,
+    fused_gelu,
+    layer_inputs,
+    replaced_attention,
+    run_from,
+)
 from headwise.tap import Reader, Sight, tapped
 from headwise.terminal import track
 from headwise.texts import Batch, batches
+from headwise.weights import head_spans
 
+_TOKENS = 2048  # a batch of ablations: enough for the GEMMs, little enough for the caches
 Replacement = Literal["zero", "mean"]
 Losses = Float[np.ndarray, "document"]
 
@@ -57,11 +67,15 @@ def ablate_heads(
     *,
     replacement: Replacement = "zero",
     means: Float[Tensor, "layer head value"] | None = None,
-    batch_size: int = 4,
-    stack: int = 8,
+    batch_size: int = 1,
+    stack: int | None = None,
     quiet: bool = True,
 ) -> Ablation:
-    """Exact change of loss for each set of heads; `means` is needed for mean ablation."""
+    """Exact change of loss for each set of heads; `means` is needed for mean ablation.
+
+    `stack` ablations of `batch_size` texts run as one batch; by default one text (nothing is
+    padding then) and as many ablations as fill `_TOKENS` tokens.
+    """
     chosen = tuple(tuple(sorted(s)) for s in sets)
     base = np.zeros(len(encoded))
     deltas = np.zeros((len(chosen), len(encoded)))
@@ -70,34 +84,47 @@ def ablate_heads(
     for batch in track(list(batches(encoded, batch_size)), "ablating heads", quiet=quiet):
         rows = list(batch.index)
         with torch.inference_mode():
-            inputs, losses = _base_pass(model, batch)
-            base[rows] = losses
-            for group in _groups(chosen, stack):
-                lowest = chosen[group[0]][0].layer
-                found = _ablated_losses(
-                    model, batch, inputs[lowest], lowest, [chosen[i] for i in group], value
-                )
-                deltas[np.ix_(group, rows)] = found - losses
+            passed = _base_pass(model, batch)
+            base[rows] = passed.losses
+            for group in _groups(chosen, stack or max(1, _TOKENS // batch.ids.numel())):
+                found = _ablated_losses(model, batch, passed, [chosen[i] for i in group], value)
+                deltas[np.ix_(group, rows)] = found - passed.losses
     return Ablation(chosen, replacement, base, deltas, tokens)
 
 
 def _groups(sets: tuple[tuple[Head, ...], ...], stack: int) -> list[list[int]]:
-    """Sets with the same lowest layer, at most `stack` in a batch."""
-    by_layer: dict[int, list[int]] = {}
+    """Sets with the same lowest layer, one head there or several; at most `stack` in a batch."""
+    alike: dict[tuple[int, bool], list[int]] = {}
     for index, heads in enumerate(sets):
-        by_layer.setdefault(heads[0].layer, []).append(index)
+        alike.setdefault((heads[0].layer, _one_lowest(heads)), []).append(index)
     return [
         found[start : start + stack]
-        for _, found in sorted(by_layer.items())
+        for _, found in sorted(alike.items())
         for start in range(0, len(found), stack)
     ]
 
 
-def _base_pass(model: PreTrainedModel, batch: Batch) -> tuple[list[Tensor], Losses]:
+def _one_lowest(heads: tuple[Head, ...]) -> bool:
+    """Whether one head's share can be subtracted: of several heads too little might remain."""
+    return len(heads) == 1 or heads[1].layer > heads[0].layer
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """The undisturbed model on one batch: what each layer got, and what its attention gave."""
+
+    inputs: list[Tensor]
+    attended: list[Any]  # outputs of the attention modules as they return them
+    heads: list[Tensor]  # the heads' outputs before the output projection
+    losses: Losses
+
+
+def _base_pass(model: PreTrainedModel, batch: Batch) -> _Pass:
     ids = batch.ids.to(device_of(model))
-    with tapped(model):
-        inputs, last = layer_inputs(model, ids)
-    return inputs, _document_losses(model, last, ids, batch)
+    heads: list[Tensor] = []
+    with fused_gelu(model), tapped(model, lambda sight: heads.append(sight.out)):
+        inputs, attended, last = layer_inputs(model, ids)
+    return _Pass(inputs, attended, heads, _document_losses(model, last, ids, batch))
 
 
 def _document_losses(model: PreTrainedModel, last: Tensor, ids: Tensor, batch: Batch) -> Losses:
@@ -109,18 +136,67 @@ def _document_losses(model: PreTrainedModel, last: Tensor, ids: Tensor, batch: B
 def _ablated_losses(
     model: PreTrainedModel,
     batch: Batch,
-    start: Tensor,
-    lowest: int,
+    passed: _Pass,
     sets: list[tuple[Head, ...]],
     value: Callable[[Head], Tensor | None],
 ) -> Float[np.ndarray, "set document"]:
-    """Run the layers from `lowest` on for several ablations at once, stacked along the batch."""
-    copies, texts = len(sets), len(batch.lengths)
+    """Several ablations with one lowest layer at once, stacked along the batch."""
+    copies, texts, lowest = len(sets), len(batch.lengths), sets[0][0].layer
     ids = batch.ids.to(device_of(model)).repeat(copies, 1)
     stacked = Batch(ids, batch.lengths.repeat(copies), batch.index * copies)
-    with tapped(model, _ablating(sets, texts, value)):
-        last = run_from(model, ids, lowest, start.repeat(copies, 1, 1))
+    start = passed.inputs[lowest].repeat(copies, 1, 1)
+    with fused_gelu(model), _without(model, passed, sets, value):
+        last = run_from(model, ids, lowest, start)
     return _document_losses(model, last, ids, stacked).reshape(copies, texts)
+
+
+@contextmanager
+def _without(
+    model: PreTrainedModel,
+    passed: _Pass,
+    sets: list[tuple[Head, ...]],
+    value: Callable[[Head], Tensor | None],
+) -> Iterator[None]:
+    """The model without set i's heads in the i-th copy of the texts.
+
+    With one head in the lowest layer the attention there is not run again: it is the same in all
+    copies but for that head's share.
+    """
+    lowest, one = sets[0][0].layer, _one_lowest(sets[0])
+    texts = len(passed.inputs[lowest])
+    with ExitStack() as stack:
+        if not one or lowest + 1 < geometry_of(model).num_layers:  # else the tap would see nothing
+            stack.enter_context(tapped(model, _ablating(sets, texts, value)))
+        if one:
+            attended = _corrected(model, passed, sets, value)
+            stack.enter_context(replaced_attention(model, lowest, attended))
+        yield
+
+
+def _corrected(
+    model: PreTrainedModel,
+    passed: _Pass,
+    sets: list[tuple[Head, ...]],
+    value: Callable[[Head], Tensor | None],
+) -> Any:
+    """What the lowest layer's attention gives without each set's head there."""
+    lowest = sets[0][0].layer
+    whole = passed.attended[lowest]
+    out: Tensor = whole[0] if isinstance(whole, tuple) else whole
+    outs = passed.heads[lowest]
+    changes = [_change(model, outs[:, head.index], head, value(head)) for head, *_ in sets]
+    stacked = torch.cat([out + change for change in changes])
+    return (stacked, *whole[1:]) if isinstance(whole, tuple) else stacked
+
+
+def _change(
+    model: PreTrainedModel, out: Tensor, head: Head, replaced: Tensor | None
+) -> Float[Tensor, "text query hidden"]:
+    """What replacing one head's output changes behind the output projection."""
+    (span,) = head_spans(model, head, "o").values()
+    weight = span.of(model)
+    change = -out if replaced is None else replaced.to(out) - out
+    return change @ (weight if span.axis == 0 else weight.T)
 
 
 def _ablating(

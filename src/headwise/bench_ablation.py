@@ -10,38 +10,33 @@ from typing import Any
 Rows = list[dict[str, Any]]
 
 
-def bench_ablation(
-    *, repeats: int = 3, layers: int = 6, heads: int = 8, hidden: int = 192, texts: int = 16,
-    length: int = 256,
-) -> Rows:  # fmt: skip
-    """Exact zero ablation of every head of a patient-like model beside brute force."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+def bench_ablation(*, repeats: int = 3, texts: int = 16, length: int = 256) -> Rows:
+    """Exact zero ablation of every head of the patient beside brute force, one thread."""
     from headwise.ablation import ablate_heads
+    from headwise.architectures import geometry_of
     from headwise.heads import all_heads
+    from headwise.models import load_model
+    from headwise.texts import default_texts, encode_texts
 
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        "bloom", vocab_size=2048, hidden_size=hidden, num_hidden_layers=layers,
-        num_attention_heads=heads,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    encoded = torch.randint(2048, (texts, length)).tolist()
-    chosen = [[head] for head in all_heads(layers, heads)]
+    loaded = load_model("patient")
+    encoded = encode_texts(
+        loaded.tokenizer, default_texts("patient").texts[:texts], max_length=length
+    )
+    shape = geometry_of(loaded.model)
+    chosen = [[head] for head in all_heads(shape.num_layers, shape.num_heads)]
     pairs, error = [], 0.0
     with _threads(1):
         for _ in range(repeats):
             started = time.process_time()
-            ours = ablate_heads(model, encoded, chosen).deltas
+            ours = ablate_heads(loaded.model, encoded, chosen)
             between = time.process_time()
-            peer = _brute_force(model, encoded, chosen)
+            peer = _brute_force(loaded.model, encoded, chosen)
             pairs.append((between - started, time.process_time() - between))
-            error = max(error, float(abs(ours - peer).max() / length))
+            error = max(error, float((abs(ours.deltas - peer) / ours.tokens).max()))
     return [{
         "heads": len(chosen),
         "texts": texts,
-        "length": length,
+        "tokens": int(ours.tokens.sum()),
         "headwise_cpu_s": round(median(fast for fast, _ in pairs), 2),
         "peer_cpu_s": round(median(slow for _, slow in pairs), 2),
         "time_to_peer": round(median(fast / slow for fast, slow in pairs), 3),
@@ -55,20 +50,21 @@ def _brute_force(model: Any, encoded: list[list[int]], chosen: list[Any]) -> Any
     import torch
 
     from headwise.architectures import geometry_of, projection_of
+    from headwise.texts import batches
 
-    ids = torch.tensor(encoded)
     dim = geometry_of(model).head_dim
 
     def losses() -> Any:
-        found = []
+        found = np.zeros(len(encoded))
         with torch.inference_mode():
-            for part in ids.split(4):
-                logits = model(part, use_cache=False).logits[:, :-1].flatten(0, 1)
+            for batch in batches(encoded, 4):
+                logits = model(batch.ids, use_cache=False).logits[:, :-1].flatten(0, 1)
                 loss = torch.nn.functional.cross_entropy(
-                    logits, part[:, 1:].flatten(), reduction="none"
-                )
-                found.append(loss.view(len(part), -1).double().sum(1))
-        return torch.cat(found).numpy()
+                    logits, batch.ids[:, 1:].flatten(), reduction="none"
+                ).view(len(batch.ids), -1)
+                real = torch.arange(1, batch.ids.shape[1]) < batch.lengths[:, None]
+                found[list(batch.index)] = (loss.double() * real).sum(1)
+        return found
 
     def silenced(head: Any) -> Any:
         def zero(_: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -172,9 +172,8 @@ def _heads_body(
     body: dict[str, Any] = {"documents": len(encoded)}
     for replacement in ("zero", "mean"):
         found = ablate_heads(
-            model, encoded, sets, replacement=replacement, means=means, batch_size=batch_size,
-            quiet=quiet,
-        )  # fmt: skip
+            model, encoded, sets, replacement=replacement, means=means, quiet=quiet
+        )
         body[f"ablation_{replacement}"] = ablation_json(found, labels)
         if replacement == "zero":
             body["first_order"] = _first_order(model, encoded, found, singles, batch_size)

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 IGNORED = -100
-_CHUNK_LOGITS = 2**25  # numbers alive at once: 128 MiB in float32; GEMMs like many rows
+_CHUNK_LOGITS = 2**25  # numbers alive at once, at most: 128 MiB in float32
+_CHUNK_ROWS = 512  # GEMMs like many rows, caches few: more than these gain nothing
 _CACHED_ROWS = 16  # rows of logits that softmax takes at once: they stay in the cache
 
 
@@ -75,8 +76,8 @@ def summed_loss(
 def _chunks(model: PreTrainedModel, chosen: Int[Tensor, "row"]) -> Sequence[Tensor]:
     """The chosen rows in chunks of even size."""
     vocabulary = int(model.config.get_text_config().vocab_size)
-    count = math.ceil(len(chosen) * vocabulary / _CHUNK_LOGITS)
-    return chosen.tensor_split(max(1, min(count, len(chosen))))
+    rows = max(1, min(_CHUNK_ROWS, _CHUNK_LOGITS // vocabulary))
+    return chosen.tensor_split(max(1, math.ceil(len(chosen) / rows)))
 
 
 class _ChunkedLoss(torch.autograd.Function):

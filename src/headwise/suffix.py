@@ -7,9 +7,9 @@ Used to skip frozen layers in training and to price ablations without re-running
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headwise.architectures import blocks_of
+from headwise.architectures import attention_of, blocks_of
 
 Hidden = Float[Tensor, "text position hidden"]
 
@@ -46,20 +46,43 @@ def layer_input(model: PreTrainedModel, ids: Int[Tensor, "text position"], layer
 
 def layer_inputs(
     model: PreTrainedModel, ids: Int[Tensor, "text position"]
-) -> tuple[list[Hidden], Hidden]:
-    """The inputs of all layers and the last hidden states, from one forward pass."""
-    seen: list[Tensor] = []
+) -> tuple[list[Hidden], list[Any], Hidden]:
+    """The inputs of all layers, the outputs of their attention modules, and the last hidden states.
+
+    From one forward pass; an attention module's output is kept as it returns it, often a tuple.
+    """
+    inputs: list[Tensor] = []
+    attended: list[Any] = []
 
     def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen.append(_first(args, kwargs).detach())
+        inputs.append(_first(args, kwargs).detach())
+
+    def keep_attention(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        attended.append(output)
 
     handles = [b.register_forward_pre_hook(keep, with_kwargs=True) for b in blocks_of(model)]
+    modules = [attention_of(model, layer) for layer in range(len(handles))]
+    handles.extend(module.register_forward_hook(keep_attention) for module in modules)
     try:
         last = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     finally:
         for handle in handles:
             handle.remove()
-    return seen, last
+    return inputs, attended, last
+
+
+@contextmanager
+def replaced_attention(model: PreTrainedModel, layer: int, output: Any) -> Iterator[None]:
+    """The attention module of one layer does not run: it returns `output`."""
+    module = attention_of(model, layer)
+    before = module.__dict__.get("forward")  # an open tap or accelerate may have put one there
+    module.__dict__["forward"] = lambda *args, **kwargs: output
+    try:
+        yield
+    finally:
+        module.__dict__.pop("forward")
+        if before is not None:
+            module.__dict__["forward"] = before
 
 
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -155,11 +178,23 @@ def fused_gelu(model: PreTrainedModel) -> Iterator[None]:
     modules = [module for module in model.modules() if type(module).__name__ == "BloomGelu"]
     try:
         for module in modules:
-            module.__dict__["forward"] = partial(nn.functional.gelu, approximate="tanh")
+            module.__dict__["forward"] = _gelu
         yield
     finally:
         for module in modules:
             module.__dict__.pop("forward", None)
+
+
+def _gelu(x: Tensor) -> Tensor:
+    """Tanh GELU. As x sigmoid(2 u) it takes half the time of torch's own on a CPU (no tanh)."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        return nn.functional.gelu(x, approximate="tanh")
+    double_u = (x * x).mul_(_GELU_CUBIC).add_(_GELU_LINEAR).mul_(x)
+    return double_u.sigmoid_().mul_(x)
+
+
+_GELU_LINEAR = 2 * math.sqrt(2 / math.pi)
+_GELU_CUBIC = 0.044715 * _GELU_LINEAR
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
