@@ -2,7 +2,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 STAMP := .venv/.installed
-EXTRAS := dev,lora,cluster
+EXTRAS := dev,lora,cluster,lm-eval
 CODE := src tests patients
 WORKERS ?= 2
 export HF_HUB_DISABLE_TELEMETRY = 1

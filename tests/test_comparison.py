@@ -346,3 +346,47 @@ def test_snapshots_are_read_from_files_and_folders(small, tmp_path):
     with pytest.raises(ArtefactError, match="expected headwise"):
         read_snapshot(other)
     assert isinstance(Diagnosis.load(tmp_path / "diagnosis.json"), Diagnosis)
+
+
+def plasticity(values, **settings):
+    return {"maps": {"plasticity": values}, "provenance": {"settings": settings}}
+
+
+def test_plasticity_change_is_by_head_and_zone_where_both_were_captured(small):
+    before, after, plan = small
+    left = plasticity([[0.5, 0.5, 0.5], [0.5, 0.4, 0.5], [0.5, None, 0.5]])
+    right = plasticity([[0.5, 0.5, 0.5], [0.6, 0.7, 0.5], [0.5, 0.9, 0.5]])
+    body = compare(Snapshot(before, None, left), Snapshot(after, None, right), plan=plan).body
+    found = body["plasticity"]
+    assert found["delta"][1] == pytest.approx([0.1, 0.3, 0.0])
+    assert found["delta"][2][1] is None  # not measured before
+    assert found["mean_delta"]["operated"] == pytest.approx(0.3)
+    outside = sum(found["mean_delta"][z] * n for z, n in zone_sizes(before, plan).items())
+    assert outside == pytest.approx(0.1)
+    alone = compare(Snapshot(before, None, left), Snapshot(after), plan=plan).body
+    assert alone["plasticity"] is None
+
+
+def zone_sizes(diagnosis, plan):
+    masks = zone_masks(diagnosis, plan)
+    return {z: int(masks[z].sum()) for z in ("watched", "outside") if masks[z].any()}
+
+
+def test_plasticity_measured_otherwise_or_of_other_heads_is_refused(small):
+    before, after, _ = small
+    grid = [[0.5] * 3] * 3
+    left = Snapshot(before, None, plasticity(grid, definition="seed"))
+    with pytest.raises(ArtefactError, match="different settings"):
+        compare(left, Snapshot(after, None, plasticity(grid, definition="full")))
+    with pytest.raises(ArtefactError, match="plasticity maps of"):
+        compare(left, Snapshot(after, None, plasticity(grid[:2], definition="seed")))
+
+
+def test_a_folder_brings_its_plasticity_along(small, tmp_path):
+    from headwise.artefacts import save_artefact
+
+    small[0].save(tmp_path / "diagnosis.json")
+    assert read_snapshot(tmp_path).plasticity is None
+    body = plasticity([[0.5] * 3] * 3)
+    save_artefact(tmp_path / "plasticity" / "plasticity.json", "plasticity", body)
+    assert read_snapshot(tmp_path / "diagnosis.json").plasticity["maps"] == body["maps"]

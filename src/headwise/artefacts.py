@@ -142,3 +142,9 @@ def content_hash(parts: Iterable[bytes | str]) -> str:
         digest.update(len(raw).to_bytes(8, "little"))
         digest.update(raw)
     return digest.hexdigest()
+
+
+def find_plasticity(*folders: Path) -> dict[str, Any] | None:
+    """The first plasticity.json in these folders or their subfolders `plasticity`."""
+    found = [place / "plasticity.json" for f in folders for place in (f, f / "plasticity")]
+    return next((load_artefact(path, "plasticity") for path in found if path.exists()), None)

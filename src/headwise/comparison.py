@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float
 
-from headwise.artefacts import load_artefact, read_json, save_artefact, versions
+from headwise.artefacts import find_plasticity, load_artefact, read_json, save_artefact, versions
 from headwise.diagnosis import Diagnosis
 from headwise.errors import ArtefactError
 from headwise.evaluation import Evaluation
@@ -34,10 +34,11 @@ Mask = Bool[np.ndarray, "layer head"]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One side of a comparison: a diagnosis, and the evaluation it came with, if any."""
+    """One side of a comparison: a diagnosis, and its evaluation and plasticity, if any."""
 
     diagnosis: Diagnosis
     evaluation: Evaluation | None = None
+    plasticity: Mapping[str, Any] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,11 @@ class Comparison:
 
 
 def read_snapshot(path: Path) -> Snapshot:
-    """A diagnosis.json, an evaluation.json, or a folder that holds one of them."""
+    """A diagnosis.json, an evaluation.json, or a folder that holds one of them.
+
+    A plasticity.json in the folder, or in its subfolder `plasticity`, comes along.
+    """
+    plasticity = find_plasticity(path if path.is_dir() else path.parent)
     if path.is_dir():
         found = [path / n for n in ("evaluation.json", "diagnosis.json") if (path / n).exists()]
         if not found:
@@ -66,8 +71,8 @@ def read_snapshot(path: Path) -> Snapshot:
     schema = read_json(path).get("schema")
     if schema == "headwise.evaluation/1":
         evaluation = Evaluation.load(path)
-        return Snapshot(evaluation.diagnosis, evaluation)
-    return Snapshot(Diagnosis.load(path))
+        return Snapshot(evaluation.diagnosis, evaluation, plasticity)
+    return Snapshot(Diagnosis.load(path), None, plasticity)
 
 
 def compare(
@@ -93,6 +98,7 @@ def compare(
         "columns": column_trends(deltas or [(0, delta)], zones["watched"]),
         "trajectories": trajectory_shapes(deltas, zones["watched"]),
         "two_phenomena": two_phenomena(deltas, zones),
+        "plasticity": plasticity_change(before, after, zones),
         "losses": paired_losses(before.evaluation, after.evaluation),
         "recovery": None if after.evaluation is None else after.evaluation.body.get("recovery"),
         "provenance": {
@@ -226,6 +232,37 @@ def _drift(delta: Map, zone: Mask, movable: Mask) -> dict[str, Any]:
 def _other_deltas(before: Snapshot, after: Snapshot) -> dict[str, Any]:
     names = sorted(set(before.diagnosis.maps) & set(after.diagnosis.maps) - {"first_token_mass"})
     return {n: (after.diagnosis.maps[n] - before.diagnosis.maps[n]).tolist() for n in names}
+
+
+def plasticity_change(
+    before: Snapshot, after: Snapshot, zones: Mapping[str, Mask]
+) -> dict[str, Any] | None:
+    """Change of attention plasticity a head and its mean by zone, where both were captured."""
+    left, right = before.plasticity, after.plasticity
+    if left is None or right is None:
+        return None
+    if left["provenance"]["settings"] != right["provenance"]["settings"]:
+        raise ArtefactError(
+            "the two plasticities were measured with different settings",
+            fix="run `headwise plasticity` alike on both captures",
+        )
+    start, end = (np.array(body["maps"]["plasticity"], dtype=float) for body in (left, right))
+    shape = before.diagnosis.maps["first_token_mass"].shape
+    if start.shape != shape or end.shape != shape:
+        raise ArtefactError(
+            f"plasticity maps of {start.shape} and {end.shape} heads beside {shape}",
+            fix="capture all layers and heads of both conditions",
+        )
+    delta = end - start
+    measured = np.isfinite(delta)
+    return {
+        "delta": [[None if np.isnan(x) else float(x) for x in row] for row in delta],
+        "mean_delta": {
+            name: float(delta[zones[name] & measured].mean())
+            for name in ("operated", "watched", "outside")
+            if (zones[name] & measured).any()
+        },
+    }
 
 
 def column_trends(deltas: Sequence[tuple[int, Map]], watched: Mask) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float
 
-from headwise.artefacts import load_artefact
+from headwise.artefacts import find_plasticity, load_artefact
 from headwise.errors import ArtefactError
 from headwise.heads import select_heads
 
@@ -302,15 +302,9 @@ def _read_condition(
     return Condition(
         arm, seed, number, last, diagnosis, evaluation,
         _optional(folder / "comparison.json", "comparison"), _optional(folder / "run.json", "run"),
-        tuple(_lines(folder / "trace.jsonl")), maps, _plasticity(folder),
+        tuple(_lines(folder / "trace.jsonl")), maps,
+        find_plasticity(folder, *([folder.parent] if folder.name == "stock" else [])),
     )  # fmt: skip
-
-
-def _plasticity(folder: Path) -> dict[str, Any] | None:
-    """plasticity.json beside the condition, in its subfolder, or one level up for stock."""
-    places = [folder, folder / "plasticity", *([folder.parent] if folder.name == "stock" else [])]
-    found = [place / "plasticity.json" for place in places]
-    return next((load_artefact(path, "plasticity") for path in found if path.exists()), None)
 
 
 def _completions(folder: Path) -> dict[str, Any] | None:

@@ -226,6 +226,9 @@ def comparison_tables(body: Mapping[str, Any]) -> list[Table]:
     losses = [[n, _interval(e["difference"]), e["verdict"]] for n, e in body["losses"].items()]
     if losses:
         tables.append(table("loss after - before, paired", ("texts", "nats", "verdict"), losses))
+    if body.get("plasticity"):
+        moved = [[zone, mean] for zone, mean in body["plasticity"]["mean_delta"].items()]
+        tables.append(table("change of plasticity", ("zone", "mean change"), moved))
     return tables
 
 
