@@ -18,7 +18,7 @@ ORDER = """
     perplexity ablation evaluation completions harness comparison
     qkdata querymodel pairs cells plasticity_settings headgroup plasticity_tables plasticity
     plasticity_figures capture
-    studies studysummary studyrun
+    studies studyestimate studysummary studyrun
     papervalues reporttables reportdata papertables drifttables verdict paperfigures
     reportpayload reportpage report
     bench_diagnose bench_repair bench_ablation bench_plasticity benchmarks

@@ -25,16 +25,18 @@ def study(
 ) -> None:
     """Run arms x seeds on one model, then compare them with statistics; resumable."""
     from headwise.studies import load_study
-    from headwise.studyrun import estimate_study, run_study
-    from headwise.terminal import console, table
+    from headwise.studyestimate import estimate_study
+    from headwise.studyrun import run_study
+    from headwise.terminal import console, cost_tables
 
     asked = load_study(file)
     screen = console(quiet)
-    columns = ("arm", "seed", "mode", "corpus", "passes", "steps", "tokens")
-    screen.print(table(f"study {asked.name}", columns, estimate_study(asked)))
+    folder = out or Path("out") / asked.name
+    for item in cost_tables(asked.name, [cost.row for cost in estimate_study(asked, folder)]):
+        screen.print(item)
     if dry_run:
         return
-    folder = run_study(asked, out=out or Path("out") / asked.name, quiet=quiet, say=screen.print)
+    run_study(asked, out=folder, quiet=quiet, say=screen.print)
     wrote([folder / "study.json", folder / "summary.json"], quiet)
     if report:
         _write_report(folder, folder / "report", quiet)

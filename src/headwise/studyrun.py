@@ -254,13 +254,3 @@ def arm_patches(out: Path, arm: StudyArm, seed: int) -> list[Patch]:
     folders = [run_folder(out, arm.name, seed, n) for n in range(1, arm.passes + 1)]
     paths = [folder / "patch.safetensors" for folder in folders]
     return [Patch.load(path) for path in paths if path.exists()]
-
-
-def estimate_study(study: Study) -> list[list[object]]:
-    """Rows for --dry-run: arm, seed, mode, corpus, passes, steps, tokens."""
-    rows: list[list[object]] = []
-    for arm, seed in study.runs():
-        recipe = study.recipe_of(arm)
-        tokens = recipe.steps * recipe.batch_tokens * arm.passes
-        rows.append([arm.name, seed, arm.mode, arm.corpus, arm.passes, recipe.steps, tokens])
-    return rows

@@ -232,6 +232,18 @@ def comparison_tables(body: Mapping[str, Any]) -> list[Table]:
     return tables
 
 
+def cost_tables(name: str, rows: Sequence[Sequence[object]]) -> list[Table | str]:
+    """What a study would run, and its totals; minutes and MB are the last two columns."""
+    columns = ("run", "corpus", "passes", "steps", "M tokens", "minutes", "MB")
+    shown: list[Table | str] = [table(f"study {name}", columns, rows)]
+    if any(row[-2] is None for row in rows):
+        shown.append("time and disk: unknown, the model's configuration is not at hand")
+    else:
+        minutes, megabytes = (sum(float(str(row[at])) for row in rows) for at in (-2, -1))
+        shown.append(f"at most about {minutes:.0f} minutes on this machine and {megabytes:.0f} MB")
+    return shown
+
+
 @contextmanager
 def plasticity_progress(quiet: bool) -> Iterator[Any]:
     """A callback (done, total) that drives a bar whose length is known only once work starts."""
