@@ -67,7 +67,11 @@ def test_every_mode_writes_its_artefacts_and_leaves_the_model_alone(finished, su
     assert settings["corpus"]["train_tokens"] > 0
     steps = [row for row in read_lines(finished.out / "trace.jsonl") if "loss" in row]
     assert len(steps) == (RECIPE.steps if finished.mode in TRAINED else 0)
-    assert bool(read_lines(finished.out / "maps.jsonl")) == (finished.mode in TRAINED)
+    before, *maps = read_lines(finished.out / "maps.jsonl")
+    assert (before["step"], maps[0]["step"]) == (-1, 0)
+    moved = before["first_token_mass"] != maps[0]["first_token_mass"]
+    assert moved == (finished.mode not in ("gradient-only", "lora"))
+    assert (len(maps) > 1) == (finished.mode in TRAINED)
 
 
 def test_every_patch_applies_changes_only_its_weights_and_comes_off(finished, subject, stock_bits):

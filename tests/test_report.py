@@ -93,7 +93,6 @@ def test_drift_and_columns_are_those_of_the_comparison(tables, study):
     told = comparison["columns"]["H5"]
     assert row["mean |change| last"] == told["mean_abs_delta"][-1]
     assert row["trend"] == told["trend"]
-    assert 0 < row["noise floor"] < 0.02
 
 
 def test_a_second_pass_counts_the_heads_of_the_first_as_operated(study):

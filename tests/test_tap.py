@@ -162,6 +162,17 @@ def test_a_tap_inside_a_tap_leaves_the_outer_one_open(name):
 
 
 @pytest.mark.parametrize("name", WAYS)
+def test_two_taps_without_readers_are_two(name):
+    model = tiny_model(name)
+    ids = torch.tensor([TEXTS[2]])
+    plain = logits(model, ids)
+    with tapped(model):
+        with tapped(model):
+            logits(model, ids)
+        assert relative(logits(model, ids), plain) < 1e-5
+
+
+@pytest.mark.parametrize("name", WAYS)
 def test_an_exception_in_a_reader_leaves_the_model_as_it_was(name):
     model = tiny_model(name)
     ids = torch.tensor([TEXTS[2]])

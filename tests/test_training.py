@@ -60,7 +60,7 @@ def tokens_of(blocks):
 
 def our_gradients(job):
     blocks = step_blocks(job.corpus, job.recipe, job.seed, 0)
-    loss = training.backward_step(job, blocks, tokens_of(blocks), None)
+    loss = training.backward_step(job, blocks, tokens_of(blocks))
     found = {}
     for master in job.masters:
         sizes = [span.stop - span.start for span in master.spans]
@@ -131,7 +131,7 @@ def test_slice_gradients_equal_the_naive_ones(model, tmp_path, reinit):
 def test_nothing_but_the_masters_gets_a_gradient(model, tmp_path):
     with opened(model, plan_for(model), tmp_path) as job:
         blocks = step_blocks(job.corpus, job.recipe, job.seed, 0)
-        training.backward_step(job, blocks, tokens_of(blocks), None)
+        training.backward_step(job, blocks, tokens_of(blocks))
         assert all(parameter.grad is None for parameter in model.parameters())
         assert all(parameter.requires_grad for parameter in model.parameters())  # given back
         for master in job.masters:
@@ -157,7 +157,7 @@ def test_layers_below_the_lowest_operated_one_have_no_graph(model, tmp_path):
     try:
         with opened(model, plan_for(model, "L1H0-1"), tmp_path, recipe=ONE_STEP) as job:
             batch = job.corpus.train[0]
-            with job.forward(None):
+            with job.forward():
                 hidden = model.base_model(input_ids=batch.ids, use_cache=False).last_hidden_state
     finally:
         for handle in handles:
@@ -197,10 +197,10 @@ def test_runs_with_and_without_the_prefix_cache_agree(tmp_path, name):
         )
 
 
-def test_maps_from_training_are_first_token_masses_of_the_blocks(tmp_path):
+def test_maps_are_first_token_masses_of_the_probe_and_heads_below_never_move(tmp_path):
     model = tiny_model("llama")
-    with opened(model, plan_for(model), tmp_path, recipe=ONE_STEP) as job:
-        blocks = [block for _, block in step_blocks(job.corpus, job.recipe, 0, 0)]
+    with opened(model, plan_for(model, "L1H0"), tmp_path, recipe=ONE_STEP) as job:
+        blocks = job.corpus.validation[:4]
         with torch.inference_mode():
             attention = [
                 torch.stack(model(ids, output_attentions=True).attentions)[:, 0, :, :, 0].mean(-1)
@@ -209,7 +209,10 @@ def test_maps_from_training_are_first_token_masses_of_the_blocks(tmp_path):
         progress = train(job)
     expected = torch.stack(attention).mean(0)
     assert torch.allclose(torch.tensor(progress.maps[0]["first_token_mass"]), expected, atol=1e-5)
-    assert [row["step"] for row in progress.maps] == [0, 2, 4]
+    maps = {row["step"]: row["first_token_mass"] for row in progress.maps}
+    assert list(maps) == [0, 2, 4, 6]
+    assert all(found[0] == maps[0][0] for found in maps.values())
+    assert maps[6][1] != maps[0][1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -446,8 +449,8 @@ def test_a_loss_that_is_no_number_stops_at_its_step_and_keeps_the_checkpoint(
 ):
     backward, steps = training.backward_step, []
 
-    def broken(job, blocks, tokens, reader):
-        loss = backward(job, blocks, tokens, reader)
+    def broken(job, blocks, tokens):
+        loss = backward(job, blocks, tokens)
         steps.append(loss)
         if len(steps) == 6:
             if what == "loss":

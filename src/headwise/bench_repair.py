@@ -235,7 +235,7 @@ def _headwise(model: Any, length: int, folder: Path, **options: Any) -> Work:
     optimizer = make_optimizer(job)
 
     def block() -> None:
-        backward_step(job, [(0, batch)], length - 1, None)
+        backward_step(job, [(0, batch)], length - 1)
 
     def update() -> None:
         optimizer_step(job, optimizer, 1e-5, apply=True)

@@ -82,13 +82,16 @@ def compare(
     plan: SurgeryPlan | None = None,
     checkpoints: Sequence[tuple[int, Map]] = (),
 ) -> Comparison:
-    """Compare two conditions; `checkpoints` are the run's (step, first-token mass) maps."""
+    """Compare two conditions; `checkpoints` are the run's (step, first-token mass) maps.
+
+    Their changes are from the run's own map before the operation (step -1), read on the same text.
+    """
     _require_comparable(before, after)
     _require_shapes(before.diagnosis, plan, checkpoints)
     zones = zone_masks(before.diagnosis, plan)
     start = before.diagnosis.maps["first_token_mass"]
     delta = after.diagnosis.maps["first_token_mass"] - start
-    deltas = [(step, mass - start) for step, mass in checkpoints]
+    deltas = step_deltas(checkpoints, start)
     body = {
         "model": dict(before.diagnosis.model),
         "plan": None if plan is None else plan.model_dump(mode="json"),
@@ -108,6 +111,12 @@ def compare(
         },
     }
     return Comparison(body)
+
+
+def step_deltas(maps: Sequence[tuple[int, Map]], stock: Map) -> list[tuple[int, Map]]:
+    """Changes by step: from the map of step -1 if the run kept one, else from stock."""
+    start = next((mass for step, mass in maps if step < 0), stock)
+    return [(step, mass - start) for step, mass in maps if step >= 0]
 
 
 def _require_comparable(before: Snapshot, after: Snapshot) -> None:

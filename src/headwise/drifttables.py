@@ -1,8 +1,8 @@
 """The paper's tables of change (5 to 8): drift outside and inside the band, columns, one column.
 
 Heads below the operation cannot move; they are counted apart everywhere, because their zeros would
-dilute every rate. Maps of single steps are read on that step's training batch, so they carry the
-noise of its text: what heads that cannot move seem to do is given as the noise floor.
+dilute every rate. Maps of single steps are read on a few fixed blocks of validation text, and so is
+the map they are compared with: only training moves them.
 """
 
 from __future__ import annotations
@@ -98,36 +98,26 @@ def watched_drift(source: Source) -> Table:
     )  # fmt: skip
 
 
-def noise_floor(condition: Condition, stock: Condition | None) -> float | None:
-    """Mean |step map - stock| of heads that cannot move: what the text alone does."""
-    movable = condition.movable()
-    if movable is None or stock is None or not condition.steps or movable.all():
-        return None
-    start = stock.maps[MASS]
-    return float(np.mean([np.abs(mass - start)[~movable].mean() for _, mass in condition.steps]))
-
-
 def columns_over_steps(source: Source) -> Table:
     """Table 7: mean |change| of the watched heads of each index over checkpoints."""
     columns = (
         Column("condition"), Column("source"), Column("column"), Column("watched heads"),
         Column("first"), Column("mean |change| first", ".3f"), Column("last"),
-        Column("mean |change| last", ".3f"), Column("trend"), Column("noise floor", ".3f"),
+        Column("mean |change| last", ".3f"), Column("trend"),
     )  # fmt: skip
     rows: list[list[Cell]] = []
     for condition in source.runs:
         found: dict[str, Any] = (condition.comparison or {}).get("columns", {})
-        floor = noise_floor(condition, source.stock)
         for name, entry in sorted(found.items(), key=lambda item: int(item[0][1:])):
             steps, means = entry["steps"], entry["mean_abs_delta"]
             rows.append([condition.label, OURS, name, entry["heads"], f"step {steps[0]}", means[0],
-                         f"step {steps[-1]}", means[-1], entry["trend"], floor])  # fmt: skip
+                         f"step {steps[-1]}", means[-1], entry["trend"]])  # fmt: skip
     for name, (heads, means, trend) in paper.COLUMNS.items():
         rows.append(["BLOOM-1b7 C4", PAPER, name, heads, "epoch 3", means[0], "epoch 15",
-                     means[-1], trend, None])  # fmt: skip
+                     means[-1], trend])  # fmt: skip
     note = (
-        "Step maps are read on that step's training batch. The noise floor is the mean |change| "
-        "that heads which cannot move seem to have there: changes near it mean nothing."
+        "Step maps are read on the same few blocks of validation text as the map before the "
+        "operation, so a head that cannot move shows exactly 0."
     )
     return make_table(7, "columns", "Columns of watched heads over checkpoints", columns, rows,
                       notes=(note, *paper.NOTES[7]),
@@ -189,13 +179,13 @@ def _column_rows(source: Source, condition: Condition, indices: Sequence[int]) -
 
 
 def cascade(source: Source, condition: Condition) -> list[tuple[int, int, int]]:
-    """(step, all movable heads, movable heads not operated on) with |change| > 0.05 from stock."""
+    """(step, all movable heads, movable heads not operated on) with |change| > 0.05."""
     movable, operated = condition.movable(), condition.zone("operated")
     if source.stock is None or source.stock.diagnosis is None or movable is None:
         return []
     if operated is None or source.stock.maps[MASS].shape != movable.shape:
         return []
-    start = source.stock.maps[MASS]
+    start = source.stock.maps[MASS] if condition.before is None else condition.before
     counts = []
     for step, mass in condition.steps:
         drifting = (np.abs(mass - start) > DRIFT) & movable

@@ -32,7 +32,16 @@ from headwise.suffix import device_of
 from headwise.surgery import measure_means, operate, require_planned_model, silence, unchanged
 from headwise.terminal import progress as progress_bar
 from headwise.texts import TextSet
-from headwise.training import PREFIX, Job, Progress, Tracker, load_best, train
+from headwise.training import (
+    PREFIX,
+    Job,
+    MassMap,
+    Progress,
+    Tracker,
+    first_token_map,
+    load_best,
+    train,
+)
 from headwise.weights import Patch, Slice
 
 Mode = Literal["surgery", "sham", "gradient-only", "ablate", "random-heads", "lora"]
@@ -91,8 +100,9 @@ def repair(
     start = _start(model, plan, mode, corpus)
     arm = _train_lora if mode == "lora" else _train_masters
     with progress_bar(recipe.steps, f"{mode}", quiet=quiet) as advance:
+        before = first_token_map(model, corpus)
         patch, progress = arm(
-            model, start, Arm(plan, corpus, recipe, out, seed, resume, track), advance
+            model, start, Arm(plan, corpus, recipe, out, seed, resume, track, before), advance
         )
     patch.save(out / "patch.safetensors")
     _save_settings(out, settings, finished=True)
@@ -111,6 +121,7 @@ class Arm:
     seed: int
     resume: bool
     track: Tracker | None
+    before: MassMap
 
     @property
     def lowest(self) -> int:
@@ -138,7 +149,7 @@ def _train_masters(
     masters = tuple(make_masters(trained, device_of(model)))
     job = Job(
         model, masters, tuple(m.value for m in masters), arm.corpus, arm.recipe, arm.seed,
-        arm.lowest, arm.out, arm.track,
+        arm.lowest, arm.out, arm.track, arm.before,
     )  # fmt: skip
     start.apply(model)
     try:
@@ -163,7 +174,7 @@ def _train_lora(
     with LoraAdapter(model, arm.plan, start.num_weights, arm.seed) as adapter:
         job = Job(
             model, (), tuple(adapter.parameters), arm.corpus, arm.recipe, arm.seed, arm.lowest,
-            arm.out, arm.track,
+            arm.out, arm.track, arm.before,
         )  # fmt: skip
         progress = train(job, resume=arm.resume, advance=advance)
         load_best(job)

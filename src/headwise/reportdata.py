@@ -42,6 +42,7 @@ class Condition:
     trace: tuple[Body, ...] = field(default=(), repr=False)
     steps: tuple[tuple[int, Map], ...] = field(default=(), repr=False)  # first-token mass by step
     plasticity: Body | None = field(default=None, repr=False)
+    before: Map | None = field(default=None, repr=False)  # as `steps`, before the operation
 
     @property
     def key(self) -> str:
@@ -295,15 +296,17 @@ def _read_condition(
     diagnosis = _optional(folder / "diagnosis.json", "diagnosis")
     if diagnosis is None and evaluation is not None:
         diagnosis = evaluation["diagnosis"]
-    maps = tuple(
+    maps = [
         (int(row["step"]), np.array(row[MASS], dtype=float))
         for row in _lines(folder / "maps.jsonl")
-    )
+    ]
+    before = next((mass for step, mass in maps if step < 0), None)
+    steps = tuple((step, mass) for step, mass in maps if step >= 0)
     return Condition(
         arm, seed, number, last, diagnosis, evaluation,
         _optional(folder / "comparison.json", "comparison"), _optional(folder / "run.json", "run"),
-        tuple(_lines(folder / "trace.jsonl")), maps,
-        find_plasticity(folder, *([folder.parent] if folder.name == "stock" else [])),
+        tuple(_lines(folder / "trace.jsonl")), steps,
+        find_plasticity(folder, *([folder.parent] if folder.name == "stock" else [])), before,
     )  # fmt: skip
 
 

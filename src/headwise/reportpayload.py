@@ -93,6 +93,7 @@ def _condition(condition: Condition) -> dict[str, Any]:
         "ablation": _ablation(condition),
         "operated": np.asarray(operated, dtype=int).tolist(),
         "watched": np.asarray(watched, dtype=int).tolist(),
+        "before": None if condition.before is None else short(condition.before.tolist()),
         "steps": [step for step, _ in steps],
         "stepMaps": [short(mass.tolist()) for _, mass in steps],
     }

@@ -55,7 +55,7 @@ class Sight:
 Reader = Callable[[Sight], Tensor | None]
 
 
-@dataclass
+@dataclass(eq=False)  # two open taps of one model are two
 class _Tap:
     """The tap that is open now: attention modules by identity, and who reads."""
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,16 @@ from headwise.masters import Master, training_slices, write_masters
 from headwise.qkfiles import write_array
 from headwise.recipes import Recipe, learning_rate
 from headwise.suffix import checkpointed, device_of, fused_gelu, layer_input, run_from
-from headwise.tap import Reader, Sight, tapped
+from headwise.tap import Sight, tapped
 from headwise.texts import Batch
 from headwise.weights import read_safetensors, write_safetensors
 
 CHECKPOINTS = "checkpoints"
 PREFIX = "prefix"  # outputs of the frozen layers below the operation, if cached
+BEFORE = -1  # the step of the map of the model before the operation
 Tracker = Callable[[dict[str, Any], int], None]
+MassMap = list[list[float]]  # [layer][head]
+_PROBE_BLOCKS = 4
 
 
 @dataclass
@@ -68,9 +72,10 @@ class Job:
     lowest: int  # the lowest layer with a trained weight
     out: Path
     track: Tracker | None = None
+    before: MassMap | None = None  # first-token mass on the probe before the operation
 
     @contextmanager
-    def forward(self, reader: Reader | None) -> Iterator[None]:
+    def forward(self) -> Iterator[None]:
         """The frozen model with slice gradients, fused attention and, if asked, checkpointing."""
         with contextlib.ExitStack() as stack:
             if self.masters:
@@ -78,7 +83,7 @@ class Job:
             if self.recipe.checkpoint_layers:
                 stack.enter_context(checkpointed(self.model, self.lowest))
             stack.enter_context(fused_gelu(self.model))
-            stack.enter_context(tapped(self.model, reader))
+            stack.enter_context(tapped(self.model))
             yield
 
     def write(self) -> None:
@@ -92,7 +97,7 @@ def train(
     """Train until the recipe's steps are done or validation stops improving."""
     recipe = job.recipe
     optimizer = make_optimizer(job)
-    progress = _restore(job, optimizer) if resume else Progress()
+    progress = _restore(job, optimizer) if resume else _fresh(job)
     job.write()
     advance(progress.step, "")
     while progress.step < recipe.steps:
@@ -100,6 +105,8 @@ def train(
             _validate(job, progress)
         if progress.stopped:
             break
+        if progress.step % recipe.map_every == 0:
+            _map(job, progress)
         started = time.perf_counter()
         row = _step(job, optimizer, progress)
         _require_number(job, row)
@@ -110,6 +117,7 @@ def train(
         advance(1, f"loss {row['loss']:.4f}")
     if not progress.stopped:
         _validate(job, progress)
+    _map(job, progress)
     save_checkpoint(job, progress, optimizer)
     return progress
 
@@ -119,12 +127,9 @@ def _step(job: Job, optimizer: torch.optim.Optimizer, progress: Progress) -> dic
     step, recipe = progress.step, job.recipe
     blocks = step_blocks(job.corpus, recipe, job.seed, step)
     tokens = sum(int((block.lengths - 1).sum()) for _, block in blocks)
-    reader = _MassReader(job.model) if step % recipe.map_every == 0 else None
-    loss = backward_step(job, blocks, tokens, reader)
+    loss = backward_step(job, blocks, tokens)
     rate = learning_rate(recipe, step)
     norm = optimizer_step(job, optimizer, rate, apply=math.isfinite(loss))
-    if reader is not None:
-        progress.maps.append({"step": step, "first_token_mass": reader.mean()})
     return {"step": step, "loss": loss, "lr": rate, "grad_norm": norm, "tokens": tokens}
 
 
@@ -148,57 +153,44 @@ def optimizer_step(
     return norm
 
 
-def backward_step(
-    job: Job, blocks: list[tuple[int, Batch]], tokens: int, reader: _MassReader | None
-) -> float:
+def backward_step(job: Job, blocks: list[tuple[int, Batch]], tokens: int) -> float:
     """Gradients of the mean loss over all micro-batches of a step; returns that loss."""
     total = 0.0
-    with job.forward(reader):
+    with job.forward():
         for start in range(0, len(blocks), job.recipe.batch_size):
             part = blocks[start : start + job.recipe.batch_size]
             batch = join_blocks([block for _, block in part])
-            hidden = _hidden(job, batch, part, reader)
+            hidden = _hidden(job, batch, part)
             targets = shifted_targets(batch.ids.to(device_of(job.model)), batch.lengths)
             loss = summed_loss(job.model, hidden, targets) / tokens
             loss.backward()
             total += float(loss.detach())
-            if reader is not None:
-                reader.count(batch)
     return total
 
 
-def _hidden(
-    job: Job, batch: Batch, part: list[tuple[int, Batch]], reader: _MassReader | None
-) -> Tensor:
+def _hidden(job: Job, batch: Batch, part: list[tuple[int, Batch]]) -> Tensor:
     """Last hidden states; layers below the operation run without gradients, or from the cache."""
     ids = batch.ids.to(device_of(job.model))
     if not (job.recipe.cache_prefix and job.lowest > 0):
         last: Tensor = job.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
         return last
     stored = [_prefix(job, place, block) for place, block in part]
-    if reader is not None:
-        reader.add(sum(masses for _, masses in stored))
-    padded = [F.pad(hidden, (0, 0, 0, ids.shape[1] - hidden.shape[1])) for hidden, _ in stored]
+    padded = [F.pad(hidden, (0, 0, 0, ids.shape[1] - hidden.shape[1])) for hidden in stored]
     start = torch.cat(padded).to(ids.device, job.model.dtype)
     return run_from(job.model, ids, job.lowest, start)
 
 
-def _prefix(job: Job, place: int, block: Batch) -> tuple[Tensor, Tensor]:
-    """What enters the lowest operated layer for one block, and the masses of the heads below.
+def _prefix(job: Job, place: int, block: Batch) -> Tensor:
+    """What enters the lowest operated layer for one block.
 
     From disk after the first time: no layer below changes.
     """
     path = job.out / PREFIX / f"{place}.npy"
-    masses = path.with_suffix(".masses.npy")
     if not path.exists():
-        below = _MassReader(job.model)
-        with torch.no_grad(), tapped(job.model, below):
+        with torch.no_grad():
             hidden = layer_input(job.model, block.ids.to(device_of(job.model)), job.lowest)
-        below.count(block)
-        write_array(masses, below.sums.numpy())
         write_array(path, hidden.float().cpu().numpy())
-    found = [torch.from_numpy(np.array(np.load(name, mmap_mode="r"))) for name in (path, masses)]
-    return found[0], found[1]
+    return torch.from_numpy(np.array(np.load(path, mmap_mode="r")))
 
 
 def step_blocks(corpus: Corpus, recipe: Recipe, seed: int, step: int) -> list[tuple[int, Batch]]:
@@ -216,36 +208,37 @@ def join_blocks(blocks: Sequence[Batch]) -> Batch:
     return Batch(torch.cat(padded), lengths, tuple(range(len(lengths))))
 
 
-class _MassReader:
-    """First-token mass of every head from the training forward passes, for free."""
+def _fresh(job: Job) -> Progress:
+    if job.before is None:
+        return Progress()
+    return Progress(maps=[{"step": BEFORE, "first_token_mass": job.before}])
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        geometry = geometry_of(model)
-        self.sums = torch.zeros(geometry.num_layers, geometry.num_heads, dtype=torch.float64)
-        self._seen: dict[int, Tensor] = {}
-        self._rows = 0
 
-    def __call__(self, sight: Sight) -> None:
-        with torch.no_grad():  # assigned, not added: checkpointing shows a layer twice
-            self._seen[sight.layer] = mass_at(sight.scores, sight.lse.detach(), None).detach()
+def _map(job: Job, progress: Progress) -> None:
+    """The head map at this step, always on the same blocks, so that only training moves it."""
+    if not progress.maps or progress.maps[-1]["step"] != progress.step:
+        found = first_token_map(job.model, job.corpus)
+        progress.maps.append({"step": progress.step, "first_token_mass": found})
 
-    def count(self, batch: Batch) -> None:
-        """Add the rows of one forward pass: each row's own mean over its real queries."""
-        for layer, mass in self._seen.items():
-            position = torch.arange(mass.shape[2], device=mass.device)
-            real = position[None] < batch.lengths[:, None].to(mass.device)
-            means = (mass * real[:, None]).sum(2) / real.sum(1)[:, None]
-            self.sums[layer] += means.sum(0).double().cpu()
-        self._rows += len(batch.lengths)
-        self._seen.clear()
 
-    def add(self, sums: Tensor | int) -> None:
-        """Add the sums of rows that `count` is told of but whose lower layers did not run."""
-        self.sums += sums
+def first_token_map(model: PreTrainedModel, corpus: Corpus) -> MassMap:
+    """First-token mass of every head on the probe: the first validation blocks of the corpus."""
+    geometry = geometry_of(model)
+    sums = torch.zeros(geometry.num_layers, geometry.num_heads, dtype=torch.float64)
+    blocks = (corpus.validation or corpus.train)[:_PROBE_BLOCKS]
+    with torch.inference_mode():
+        for block in blocks:
+            with tapped(model, partial(_add_mass, sums, block.lengths)):
+                model.base_model(input_ids=block.ids.to(device_of(model)), use_cache=False)
+    return (sums / sum(len(block.lengths) for block in blocks)).tolist()
 
-    def mean(self) -> list[list[float]]:
-        """[layer][head]"""
-        return (self.sums / max(self._rows, 1)).tolist()
+
+def _add_mass(sums: Tensor, lengths: Tensor, sight: Sight) -> None:
+    """Add each row's own mean over its real queries."""
+    mass = mass_at(sight.scores, sight.lse, None)
+    real = torch.arange(mass.shape[2], device=mass.device)[None] < lengths[:, None].to(mass.device)
+    means = (mass * real[:, None]).sum(2) / real.sum(1)[:, None]
+    sums[sight.layer] += means.sum(0).double().cpu()
 
 
 def _validate(job: Job, progress: Progress) -> None:
@@ -333,7 +326,7 @@ def _restore(job: Job, optimizer: torch.optim.Optimizer) -> Progress:
         half_written.unlink(missing_ok=True)
     found = sorted((job.out / CHECKPOINTS).glob("step-*.safetensors"))
     if not found:
-        return Progress()
+        return _fresh(job)
     tensors, metadata = read_safetensors(found[-1])
     state = json.loads(metadata["progress"])
     for i, parameter in enumerate(job.trained):

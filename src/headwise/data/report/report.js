@@ -81,7 +81,8 @@
     if (name === "change") {
       if (data.stock < 0) return null;
       const mass = valueOf(condition, "first_token_mass", layer, head, step);
-      const start = data.conditions[data.stock].maps.first_token_mass[layer][head];
+      const paired = condition.before && step !== undefined && step < condition.steps.length;
+      const start = (paired ? condition.before : data.conditions[data.stock].maps.first_token_mass)[layer][head];
       return mass === null ? null : mass - start;
     }
     if (step !== undefined && step < condition.steps.length) return condition.stepMaps[step][layer][head];
@@ -332,7 +333,7 @@
       const v = current().stepMaps[state.step][layer][head];
       svg.append(draw("circle", { cx: x(current().steps[state.step]), cy: y(v), r: 4, fill: "var(--mark)" }));
     }
-    return section("Trajectory over steps", svg, "blue: this condition, grey: the others; read on training batches");
+    return section("Trajectory over steps", svg, "blue: this condition, grey: the others; read on validation blocks");
   }
   function costChart(layer, head) {
     const rows = data.conditions.filter((c) => c.ablation && c.ablation[layer][head]);
