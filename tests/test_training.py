@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
@@ -598,3 +599,23 @@ def test_checkpoints_of_equal_states_are_equal_files(tmp_path):
             save_checkpoint(job, training.Progress(step=1), optimizer)
             files.append((tmp_path / "checkpoints" / "step-0000001.safetensors").read_bytes())
     assert files[0] == files[1]
+
+
+def test_the_fast_gelu_is_blooms_gelu_forward_and_backward():
+    from transformers.models.bloom.modeling_bloom import BloomGelu
+
+    from headwise.suffix import fused_gelu
+
+    model = tiny_model("bloom")
+    gelus = [module for module in model.modules() if isinstance(module, BloomGelu)]
+    x = torch.linspace(-12, 12, 4001, dtype=torch.float64)
+    found = []
+    for context in (contextlib.nullcontext(), fused_gelu(model)):
+        leaf = x.clone().requires_grad_(True)
+        with context:
+            out = gelus[0](leaf)
+            (slope,) = torch.autograd.grad(out.sum(), leaf)
+        found.append(torch.stack([out.detach(), slope]))
+    # transformers writes sqrt(2 / pi) as 0.79788456
+    assert torch.allclose(*found, atol=1e-7)
+    assert "forward" not in vars(gelus[0])

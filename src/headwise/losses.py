@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 IGNORED = -100
-_CHUNK_LOGITS = 2**25  # numbers alive at once, at most: 128 MiB in float32
-_CHUNK_ROWS = 512  # GEMMs like many rows, caches few: more than these gain nothing
+_CHUNK_LOGITS = 2**26  # numbers alive at once, at most: 256 MiB in float32
+_CHUNK_ROWS = 256  # enough rows for a GEMM to be worth reading the output head's weights
 _CACHED_ROWS = 16  # rows of logits that softmax takes at once: they stay in the cache
 
 

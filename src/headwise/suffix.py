@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -178,23 +178,37 @@ def fused_gelu(model: PreTrainedModel) -> Iterator[None]:
     modules = [module for module in model.modules() if type(module).__name__ == "BloomGelu"]
     try:
         for module in modules:
-            module.__dict__["forward"] = _gelu
+            module.__dict__["forward"] = _Gelu.apply
         yield
     finally:
         for module in modules:
             module.__dict__.pop("forward", None)
 
 
-def _gelu(x: Tensor) -> Tensor:
-    """Tanh GELU. As x sigmoid(2 u) it takes half the time of torch's own on a CPU (no tanh)."""
-    if torch.is_grad_enabled() and x.requires_grad:
-        return nn.functional.gelu(x, approximate="tanh")
-    double_u = (x * x).mul_(_GELU_CUBIC).add_(_GELU_LINEAR).mul_(x)
-    return double_u.sigmoid_().mul_(x)
-
-
 _GELU_LINEAR = 2 * math.sqrt(2 / math.pi)
 _GELU_CUBIC = 0.044715 * _GELU_LINEAR
+
+
+class _Gelu(torch.autograd.Function):
+    """Tanh GELU as x s with s = sigmoid(2 u): half the time of torch's own on a CPU (no tanh)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return _gate(x).mul_(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        """d/dx (x s) = s (1 + (1 - s) x du/dx)"""
+        (x,) = ctx.saved_tensors
+        gate = _gate(x)
+        slope = (x * x).mul_(3 * _GELU_CUBIC).add_(_GELU_LINEAR).mul_(x)
+        slope = slope.mul_(1 - gate).add_(1).mul_(gate).mul_(grads[0])
+        return cast(Tensor, slope)
+
+
+def _gate(x: Tensor) -> Tensor:
+    return (x * x).mul_(_GELU_CUBIC).add_(_GELU_LINEAR).mul_(x).sigmoid_()
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
