@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from headwise import papervalues as paper
+from headwise.heads import format_indices
 from headwise.reportdata import MASS, Body, Condition, Source
 from headwise.reporttables import OURS, PAPER, Cell, Column, Estimate, Table, make_table
 
@@ -53,7 +54,7 @@ def _cross_scale_row(sick: np.ndarray, slopes: np.ndarray | None) -> list[Cell]:
     rho = None if slopes is None or share.std() == 0 else _spearman(slopes, share)
     return [
         int(sick.shape[0]), int(sick.shape[1]), int(sick.sum()), float(sick.mean()),
-        index_ranges(band),
+        format_indices(band),
         float(inside.min()) if band else None, float(inside.max()) if band else None, rho,
     ]  # fmt: skip
 
@@ -67,17 +68,6 @@ def _spearman(x: np.ndarray, y: np.ndarray) -> float:
         return np.asarray((ends - (counts - 1) / 2)[inverse])
 
     return float(np.corrcoef(ranks(x), ranks(y))[0, 1])
-
-
-def index_ranges(indices: Sequence[int]) -> str:
-    """Head indices as ranges: H2-3, H5-15."""
-    runs: list[list[int]] = []
-    for index in indices:
-        if runs and index == runs[-1][-1] + 1:
-            runs[-1].append(index)
-        else:
-            runs.append([index])
-    return ", ".join(f"H{r[0]}" if len(r) == 1 else f"H{r[0]}-{r[-1]}" for r in runs) or "none"
 
 
 def recovery_counts(source: Source) -> Table:

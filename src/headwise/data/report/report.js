@@ -299,7 +299,8 @@
       svg.append(draw("line", { class: "ax", x1: left, x2: width - right, y1: y(v), y2: y(v) }),
         draw("text", { x: left - 5, y: y(v) + 3, "text-anchor": "end" }, String(Number(v.toPrecision(2)))));
     const every = Math.max(1, Math.ceil(xs.length / 7));
-    xs.forEach((v, i) => { if (i % every === 0) svg.append(draw("text", { x: x(i), y: height - 8, "text-anchor": "middle" }, xText ? xText(v) : String(v))); });
+    const anchor = (i) => (i > 0 && i === xs.length - 1 ? "end" : "middle"); /* the last label must not leave the panel */
+    xs.forEach((v, i) => { if (i % every === 0) svg.append(draw("text", { x: x(i) + (anchor(i) === "end" ? right : 0), y: height - 8, "text-anchor": anchor(i) }, xText ? xText(v) : String(v))); });
     svg.setAttribute("aria-label", xLabel);
     return { svg, x, y };
   }
