@@ -76,14 +76,6 @@ def _without_maps(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: row[key] for key in row if key != "maps"} for row in rows]
 
 
-def bench_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[object]]]:
-    """Columns and rows for the terminal."""
-    columns = ["tokens", "way", "CPU s", "x sdpa", "memory MiB", "x headwise", "difference", "note"]
-    keys = ("length", "way", "seconds", "times_sdpa", "memory_mib", "memory_times_headwise",
-            "max_mass_difference", "note")  # fmt: skip
-    return columns, [[row.get(key) for key in keys] for row in rows]
-
-
 def _prepare(model: str | None, folder: Path) -> str:
     """Save the model as a plain directory once, so that every cell loads the same bits quickly."""
     import torch

@@ -90,9 +90,8 @@ def bench(
 ) -> None:
     """The project's own benchmarks: each a ratio to a named peer, in one run."""
     from headwise.benchmarks import run_benchmarks
-    from headwise.terminal import console, table
+    from headwise.terminal import bench_tables, console
 
     for name, rows in run_benchmarks(what, model=model, repeats=repeats, out=out):
-        columns = list(dict.fromkeys(key for row in rows for key in row))
-        cells = [[row.get(column) for column in columns] for row in rows]
-        console(quiet).print(table(name, columns, cells))
+        for item in bench_tables(name, rows):
+            console(quiet).print(item)

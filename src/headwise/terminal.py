@@ -126,9 +126,9 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
 
 
 def cell(value: object) -> str:
-    """One table cell: four significant digits for floats."""
+    """One table cell: four significant digits for floats, two for the tiny ones."""
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return f"{value:.4g}" if abs(value) >= 1e-3 or value == 0 else f"{value:.1e}"
     return "" if value is None else str(value)
 
 
@@ -230,6 +230,22 @@ def comparison_tables(body: Mapping[str, Any]) -> list[Table]:
         moved = [[zone, mean] for zone, mean in body["plasticity"]["mean_delta"].items()]
         tables.append(table("change of plasticity", ("zone", "mean change"), moved))
     return tables
+
+
+def bench_tables(name: str, rows: Sequence[Mapping[str, object]]) -> list[Table | str]:
+    """A benchmark's rows; what is the same in all of them and what is a remark stands below."""
+    keys = list(dict.fromkeys(key for row in rows for key in row if key != "note"))
+    same = [key for key in keys if len(rows) > 1 and len({str(row.get(key)) for row in rows}) == 1]
+    shown = [key for key in keys if key not in same]
+    cells = [[row.get(key) for key in shown] for row in rows]
+    headings = [key.replace("_", " ") for key in shown]  # wrap at blanks
+    below = [f"{key}: {cell(rows[0].get(key))}" for key in same]
+    below += [
+        f"{row.get('way', '')} at {row.get('length', '')}: {row['note']}"
+        for row in rows
+        if row.get("note")
+    ]
+    return [table(name, headings, cells), *below]
 
 
 def cost_tables(name: str, rows: Sequence[Sequence[object]]) -> list[Table | str]:
