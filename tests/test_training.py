@@ -619,3 +619,17 @@ def test_the_fast_gelu_is_blooms_gelu_forward_and_backward():
     # transformers writes sqrt(2 / pi) as 0.79788456
     assert torch.allclose(*found, atol=1e-7)
     assert "forward" not in vars(gelus[0])
+
+
+def test_a_checkpoint_does_not_depend_on_what_ran_before(tmp_path):
+    model = tiny_model("llama")
+    found = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        with opened(model, plan_for(model), tmp_path / str(seed), recipe=ONE_STEP) as job:
+            train(job)
+        assert torch.equal(torch.get_rng_state(), before)  # and leaves no trace itself
+        files = sorted((tmp_path / str(seed) / "checkpoints").iterdir())
+        found.append([path.read_bytes() for path in files])
+    assert found[0] == found[1]

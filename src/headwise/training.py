@@ -95,6 +95,12 @@ def train(
     job: Job, *, resume: bool = False, advance: Callable[[int, str], None] = lambda n, note: None
 ) -> Progress:
     """Train until the recipe's steps are done or validation stops improving."""
+    with torch.random.fork_rng(devices=[]):  # what ran before must not reach a checkpoint's bytes
+        torch.manual_seed(job.seed)
+        return _train(job, resume, advance)
+
+
+def _train(job: Job, resume: bool, advance: Callable[[int, str], None]) -> Progress:
     recipe = job.recipe
     optimizer = make_optimizer(job)
     progress = _restore(job, optimizer) if resume else _fresh(job)
