@@ -18,6 +18,7 @@ from headwise.comparison import (
     paired_losses,
     read_snapshot,
     run_maps,
+    step_deltas,
     trajectory_shape,
     transitions,
     trend,
@@ -389,4 +390,28 @@ def test_a_folder_brings_its_plasticity_along(small, tmp_path):
     assert read_snapshot(tmp_path).plasticity is None
     body = plasticity([[0.5] * 3] * 3)
     save_artefact(tmp_path / "plasticity" / "plasticity.json", "plasticity", body)
-    assert read_snapshot(tmp_path / "diagnosis.json").plasticity["maps"] == body["maps"]
+    assert read_snapshot(tmp_path).plasticity["maps"] == body["maps"]
+    assert read_snapshot(tmp_path / "diagnosis.json").plasticity is None  # a file is a file
+
+
+def test_lora_can_move_every_head_of_its_lowest_layer(small):
+    before, after, plan = small
+    slices = zone_masks(before, plan)["movable"]
+    assert slices.tolist() == [[False] * 3, [False, True, False], [True] * 3]
+    found = compare(Snapshot(before), Snapshot(after), plan=plan, whole_layers=True).body["drift"]
+    assert found["outside"]["movable"] == 4  # not 2
+
+
+def test_a_second_pass_is_told_from_the_untouched_model(tmp_path):
+    folders = [tmp_path, tmp_path / "pass2"]
+    folders[1].mkdir()
+    for folder, base in zip(folders, (0.0, 0.3), strict=True):
+        rows = [{"step": s, "first_token_mass": np.full((3, 3), base + 0.1 * (s + 1)).tolist()}
+                for s in (-1, 0, 1)]  # fmt: skip
+        (folder / "maps.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    alone = step_deltas(run_maps(folders[1]), np.zeros((3, 3)))
+    whole = step_deltas(run_maps(folders[1], tmp_path), np.zeros((3, 3)))
+    assert [(step, float(delta[0, 0])) for step, delta in alone] == [
+        (0, pytest.approx(0.1)), (1, pytest.approx(0.2))
+    ]  # fmt: skip
+    assert [float(delta[0, 0]) for _, delta in whole] == pytest.approx([0.4, 0.5])

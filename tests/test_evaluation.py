@@ -171,6 +171,23 @@ def test_ablation_on_every_row_equals_brute_force(model):
         assert np.abs(found.deltas[index] - expected).max() / 30 < 2e-5
 
 
+def test_half_precision_does_not_subtract_near_equal_numbers(monkeypatch):
+    """A dominant head's share is all of a rounded sum: the rest would be rounding alone."""
+    import headwise.ablation
+
+    def subtracted(*_):
+        raise AssertionError("a difference was taken in bfloat16")
+
+    monkeypatch.setattr(headwise.ablation, "_corrected", subtracted)
+    model = tiny_model("gemma2").to(torch.bfloat16)
+    try:
+        assert np.isfinite(ablate_heads(model, ENCODED[:2], SETS[:2]).deltas).all()
+    finally:
+        model.to(torch.float32)
+    with pytest.raises(AssertionError, match="bfloat16"):
+        ablate_heads(model, ENCODED[:2], SETS[:2])
+
+
 def test_mean_ablation_needs_means():
     with pytest.raises(ValueError, match="measure_means"):
         ablate_heads(tiny_model("bloom"), ENCODED, SETS[:1], replacement="mean")

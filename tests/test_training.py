@@ -618,6 +618,10 @@ def test_the_fast_gelu_is_blooms_gelu_forward_and_backward():
         found.append(torch.stack([out.detach(), slope]))
     # transformers writes sqrt(2 / pi) as 0.79788456
     assert torch.allclose(*found, atol=1e-7)
+    half = torch.tensor([-300.0, -70.0, 70.0, 300.0], dtype=torch.float16, requires_grad=True)
+    with fused_gelu(model):
+        (slope,) = torch.autograd.grad(gelus[0](half).sum(), half)
+    assert slope.tolist() == [0.0, 0.0, 1.0, 1.0]  # x^3 would overflow
     assert "forward" not in vars(gelus[0])
 
 

@@ -143,6 +143,7 @@ def compare(
     quiet: Quiet = False,
 ) -> None:
     """What changed between two conditions: classes, drift by zone, columns, paired losses."""
+    from headwise.artefacts import read_json
     from headwise.comparison import compare as run_comparison, read_snapshot, run_maps
     from headwise.plans import SurgeryPlan
     from headwise.terminal import comparison_tables, console
@@ -151,6 +152,7 @@ def compare(
         read_snapshot(before), read_snapshot(after),
         plan=None if plan is None else SurgeryPlan.load(plan),
         checkpoints=[] if run is None else run_maps(run),
+        whole_layers=run is not None and read_json(run / "run.json").get("mode") == "lora",
     )  # fmt: skip
     for item in comparison_tables(found.body):
         console(quiet).print(item)

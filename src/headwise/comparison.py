@@ -62,8 +62,9 @@ def read_snapshot(path: Path) -> Snapshot:
 
     A plasticity.json in the folder, or in its subfolder `plasticity`, comes along.
     """
-    plasticity = find_plasticity(path if path.is_dir() else path.parent)
+    plasticity = None
     if path.is_dir():
+        plasticity = find_plasticity(path)
         found = [path / n for n in ("evaluation.json", "diagnosis.json") if (path / n).exists()]
         if not found:
             raise ArtefactError("no evaluation.json or diagnosis.json here", where=path)
@@ -81,14 +82,16 @@ def compare(
     *,
     plan: SurgeryPlan | None = None,
     checkpoints: Sequence[tuple[int, Map]] = (),
+    whole_layers: bool = False,
 ) -> Comparison:
     """Compare two conditions; `checkpoints` are the run's (step, first-token mass) maps.
 
     Their changes are from the run's own map before the operation (step -1), read on the same text.
+    `whole_layers`: the patch changes whole projections (lora), not only the planned heads.
     """
     _require_comparable(before, after)
     _require_shapes(before.diagnosis, plan, checkpoints)
-    zones = zone_masks(before.diagnosis, plan)
+    zones = zone_masks(before.diagnosis, plan, whole_layers=whole_layers)
     start = before.diagnosis.maps["first_token_mass"]
     delta = after.diagnosis.maps["first_token_mass"] - start
     deltas = step_deltas(checkpoints, start)
@@ -169,7 +172,9 @@ def _require_shapes(
             )
 
 
-def zone_masks(diagnosis: Diagnosis, plan: SurgeryPlan | None) -> dict[str, Mask]:
+def zone_masks(
+    diagnosis: Diagnosis, plan: SurgeryPlan | None, *, whole_layers: bool = False
+) -> dict[str, Mask]:
     """operated, watched (in the band, frozen), outside, and which heads could move at all."""
     shape = diagnosis.sick.shape
     masks = {name: np.zeros(shape, dtype=bool) for name in ("operated", "watched")}
@@ -181,7 +186,7 @@ def zone_masks(diagnosis: Diagnosis, plan: SurgeryPlan | None) -> dict[str, Mask
     if plan is not None:
         lowest = min(head.layer for head in plan.target_heads)
         movable[:lowest] = False
-        movable[lowest] = masks["operated"][lowest]
+        movable[lowest] = masks["operated"][lowest] | whole_layers
     outside = ~(masks["operated"] | masks["watched"])
     return {**masks, "outside": outside, "movable": movable}
 
@@ -250,7 +255,12 @@ def plasticity_change(
     left, right = before.plasticity, after.plasticity
     if left is None or right is None:
         return None
-    if left["provenance"]["settings"] != right["provenance"]["settings"]:
+    where = ("model_dir", "dataset_name", "revision")  # may differ: two captures are two datasets
+    settings = [
+        {k: v for k, v in body["provenance"]["settings"].items() if k not in where}
+        for body in (left, right)
+    ]
+    if settings[0] != settings[1]:
         raise ArtefactError(
             "the two plasticities were measured with different settings",
             fix="run `headwise plasticity` alike on both captures",
@@ -374,11 +384,15 @@ def _verdict(low: float, high: float) -> str:
     return "higher with 95% confidence" if low > 0 else "no difference shown"
 
 
-def run_maps(run: Path) -> list[tuple[int, Map]]:
-    """The (step, first-token mass) maps of a run directory."""
+def run_maps(run: Path, first: Path | None = None) -> list[tuple[int, Map]]:
+    """The (step, first-token mass) maps of a run; step -1 from its `first` pass, if that is given.
+
+    A second pass starts from the patched model, and changes are told from the untouched one.
+    """
     from headwise.training import read_lines
 
-    return [
-        (int(row["step"]), np.array(row["first_token_mass"]))
-        for row in read_lines(run / "maps.jsonl")
-    ]
+    rows = read_lines(run / "maps.jsonl")
+    if first is not None:
+        rows = [row for row in rows if row["step"] >= 0]
+        rows = [*read_lines(first / "maps.jsonl")[:1], *rows]
+    return [(int(row["step"]), np.array(row["first_token_mass"])) for row in rows]

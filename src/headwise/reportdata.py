@@ -133,7 +133,7 @@ class Condition:
         lowest = int(np.flatnonzero(operated.any(1))[0])
         mask = np.ones_like(operated)
         mask[:lowest] = False
-        mask[lowest] = operated[lowest]
+        mask[lowest] = operated[lowest] | (self.mode == "lora")  # lora changes whole projections
         return mask
 
 
@@ -300,7 +300,9 @@ def _read_condition(
         (int(row["step"]), np.array(row[MASS], dtype=float))
         for row in _lines(folder / "maps.jsonl")
     ]
-    before = next((mass for step, mass in maps if step < 0), None)
+    first = folder.parent if number > 1 else folder  # changes are told from the untouched model
+    start = next((row for row in _lines(first / "maps.jsonl") if row["step"] < 0), None)
+    before = None if start is None else np.array(start[MASS], dtype=float)
     steps = tuple((step, mass) for step, mass in maps if step >= 0)
     return Condition(
         arm, seed, number, last, diagnosis, evaluation,

@@ -67,7 +67,7 @@ class _Size:
 
 
 def estimate_study(study: Study, out: Path) -> list[Cost]:
-    """Costs of all runs, at most (early stopping may end a run sooner)."""
+    """Costs of all runs if none stops early; completions and further held-out sets come on top."""
     size = _size(study, out)
     speed = _operations_a_second() if size else 0.0
     return [_cost(study, arm, seed, size, speed) for arm, seed in study.runs()]
@@ -84,7 +84,9 @@ def _cost(study: Study, arm: StudyArm, seed: int, size: _Size | None, speed: flo
         judged = study.max_texts * study.window * arm.passes
         ablated = size.heads if study.ablate == "all" else operated
         # an ablation re-runs half the layers on average, once with zeros and once with means
-        operations = size.parameters * (6 * tokens + 2 * judged * (2 + ablated))
+        validations = recipe.steps // recipe.validate_every * recipe.validation_blocks
+        seen = validations * recipe.block * arm.passes
+        operations = size.parameters * (6 * tokens + 2 * seen + 2 * judged * (2 + ablated))
         minutes = operations / speed / 60
     return Cost(arm.name, seed, arm.mode, arm.corpus, arm.passes, recipe.steps, tokens, minutes,
                 megabytes)  # fmt: skip

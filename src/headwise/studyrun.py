@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from headwise.artefacts import load_artefact, save_artefact, versions
-from headwise.comparison import Snapshot, compare, run_maps
+from headwise.comparison import Map, Snapshot, compare, run_maps
 from headwise.completions import (
     Sampling,
     bundled_prompts,
@@ -175,7 +175,8 @@ def _run_arm(bench: Bench, arm: StudyArm, seed: int, plan: SurgeryPlan, before: 
                     return
             patches.append(_one_pass(bench, arm, seed, plan, folder))
             patches[-1].apply(bench.loaded.model)
-            _judge(bench, patches, folder, before)
+            first = run_folder(bench.out, arm.name, seed)
+            _judge(bench, patches, folder, before, run_maps(folder, first), arm.mode == "lora")
     finally:
         for patch in reversed(patches):
             patch.undo(bench.loaded.model, force=True)
@@ -202,19 +203,26 @@ def _one_pass(bench: Bench, arm: StudyArm, seed: int, plan: SurgeryPlan, folder:
     return run.patch
 
 
-def _judge(bench: Bench, patches: list[Patch], folder: Path, before: Evaluation) -> None:
+def _judge(
+    bench: Bench,
+    patches: list[Patch],
+    folder: Path,
+    before: Evaluation,
+    checkpoints: list[tuple[int, Map]],
+    whole_layers: bool,
+) -> None:
     """Evaluate with all patches so far, and compare with stock by what they really touched."""
     plans = [SurgeryPlan(**patch.info["plan"]) for patch in patches]
     path = folder / "evaluation.json"
     if not path.exists():
         info = [{**p.info, "num_weights": p.num_weights} for p in patches]
-        targets = plans[-1].target_heads
+        targets = _joined(plans).target_heads
         _evaluate(bench, info, {"operated": targets}, _ablated(bench, targets)).save(path)
     after = Evaluation.load(path)
     if not (folder / "comparison.json").exists():
         compare(
             Snapshot(before.diagnosis, before), Snapshot(after.diagnosis, after),
-            plan=_joined(plans), checkpoints=run_maps(folder),
+            plan=_joined(plans), checkpoints=checkpoints, whole_layers=whole_layers,
         ).save(folder / "comparison.json")  # fmt: skip
 
 

@@ -256,7 +256,7 @@ def cost_tables(name: str, rows: Sequence[Sequence[object]]) -> list[Table | str
         shown.append("time and disk: unknown, the model's configuration is not at hand")
     else:
         minutes, megabytes = (sum(float(str(row[at])) for row in rows) for at in (-2, -1))
-        shown.append(f"at most about {minutes:.0f} minutes on this machine and {megabytes:.0f} MB")
+        shown.append(f"about {minutes:.0f} minutes on this machine and {megabytes:.0f} MB")
     return shown
 
 

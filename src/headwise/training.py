@@ -345,6 +345,8 @@ def _restore(job: Job, optimizer: torch.optim.Optimizer) -> Progress:
     torch.set_rng_state(torch.frombuffer(bytearray.fromhex(metadata["rng"]), dtype=torch.uint8))
     rows = read_lines(job.out / "trace.jsonl")[: state.pop("rows")]
     maps = read_lines(job.out / "maps.jsonl")[: state.pop("maps")]
+    if maps and job.before is not None and maps[0]["step"] != BEFORE:  # of an older headwise
+        maps = _fresh(job).maps
     return Progress(**state, rows=rows, maps=maps)
 
 
