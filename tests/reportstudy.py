@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from headwise.artefacts import save_artefact, write_text
-from headwise.comparison import Snapshot, compare, run_maps
+from headwise.comparison import Snapshot, compare
 from headwise.completions import Prompt, Sampling, completions_body, measure_text
 from headwise.diagnosis import Thresholds, diagnosis_from
 from headwise.evaluation import Evaluation
@@ -22,6 +22,7 @@ from headwise.plans import make_plan
 from headwise.resampling import mean_interval
 from headwise.studies import Study
 from headwise.studysummary import summarise_study
+from headwise.trajectories import run_maps
 
 LAYERS, HEADS, DOCUMENTS = 8, 8, 24
 EVIL = "</script><script>window.evil = 1</script> <img src=x onerror='window.evil = 2'> & co."

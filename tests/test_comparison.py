@@ -12,17 +12,11 @@ from headwise.artefacts import read_json
 from headwise.comparison import (
     Comparison,
     Snapshot,
-    column_trends,
     compare,
     drift_by_zone,
     paired_losses,
     read_snapshot,
-    run_maps,
-    step_deltas,
-    trajectory_shape,
     transitions,
-    trend,
-    two_phenomena,
     zone_masks,
 )
 from headwise.diagnosis import Diagnosis, Thresholds, diagnosis_from
@@ -32,6 +26,14 @@ from headwise.heads import Head
 from headwise.plans import make_plan
 from headwise.published import DATA, published_diagnoses, published_diagnosis
 from headwise.resampling import mean_interval
+from headwise.trajectories import (
+    column_trends,
+    run_maps,
+    step_deltas,
+    trajectory_shape,
+    trend,
+    two_phenomena,
+)
 
 # Targets of the paper's second pass (surgery/train_1b7_pass2.py, lines 80-95)
 PASS2 = {
@@ -415,3 +417,24 @@ def test_a_second_pass_is_told_from_the_untouched_model(tmp_path):
         (0, pytest.approx(0.1)), (1, pytest.approx(0.2))
     ]  # fmt: skip
     assert [float(delta[0, 0]) for _, delta in whole] == pytest.approx([0.4, 0.5])
+
+
+def test_one_document_decides_nothing(small):
+    before, after, _ = small
+    left, right = evaluated(before, [10.0] * 4), evaluated(after, [9.0] * 4)
+    for side in (left, right):
+        text_set = side.evaluation.body["text_sets"]["prose"]
+        text_set["document_tokens"] = [10]
+        text_set["document_loss_sums"] = text_set["document_loss_sums"][:1]
+    found = paired_losses(left.evaluation, right.evaluation)["prose"]
+    assert found["verdict"] == "one document: nothing can be said"
+
+
+def test_without_a_plan_the_patches_say_what_was_operated_on(small):
+    before, after, plan = small
+    left, right = evaluated(before, [10.0] * 4), evaluated(after, [9.0] * 4)
+    assert compare(left, right).body["plan"] is None
+    right.evaluation.body["patches"] = [{"plan": plan.model_dump(mode="json")}]
+    found = compare(left, right).body
+    assert found["drift"]["operated"]["heads"] == 2
+    assert found["transitions"]["treated_no_longer_sick"] == ["L1H1", "L2H1"]

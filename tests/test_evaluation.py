@@ -281,13 +281,22 @@ def diagnosed_as(label):
 )
 def test_functional_recovery_needs_both_health_and_use(label, cost, functional):
     plan = operated_info(layers=1, heads=2, targets="L0H1")
-    costs = {"ablation_zero": {} if cost is None else {"L0H1": cost}}
+    costs = {"ablation_zero": {} if cost is None else {"L0H1": cost}, "documents": 8}
     found = _recovery(diagnosed_as(label), costs, [{"plan": plan}])
     assert found["operated"] == 1
     assert found["functional"] == int(functional)
     assert found["exceptions"] == ([] if functional else ["L0H1"])
     assert found["not_sick"] == int(label not in ("sink", "dead"))
     assert found["heads"]["L0H1"]["useful"] == (None if cost is None else cost["low"] > 0)
+
+
+@pytest.mark.parametrize(("cost", "documents"), [({"L0H1": {"low": 0.5}}, 1), ({}, 8)])
+def test_a_head_without_an_interval_is_not_judged(cost, documents):
+    plan = operated_info(layers=1, heads=2, targets="L0H1")
+    costs = {"ablation_zero": cost, "documents": documents}
+    found = _recovery(diagnosed_as("healthy"), costs, [{"plan": plan}])
+    assert (found["judged"], found["functional"]) == (0, 0)
+    assert found["heads"]["L0H1"]["useful"] is None
 
 
 def test_without_an_operation_there_is_no_recovery():

@@ -15,7 +15,7 @@ ORDER = """
     architectures attention tap weights texts suffix models check
     measures dormancy diagnosis published survey figures
     plans recipes corpus qkfiles masters lora surgery training repair
-    perplexity ablation evaluation completions harness comparison
+    perplexity ablation evaluation completions harness trajectories comparison
     qkdata querymodel pairs cells plasticity_settings headgroup plasticity_tables plasticity
     plasticity_figures capture
     studies studyestimate studysummary studyrun

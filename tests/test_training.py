@@ -6,6 +6,7 @@ import contextlib
 import copy
 import json
 import math
+import signal
 from dataclasses import replace
 
 import pytest
@@ -637,3 +638,25 @@ def test_a_checkpoint_does_not_depend_on_what_ran_before(tmp_path):
         files = sorted((tmp_path / str(seed) / "checkpoints").iterdir())
         found.append([path.read_bytes() for path in files])
     assert found[0] == found[1]
+
+
+def test_ctrl_c_finishes_the_step_and_leaves_a_checkpoint_to_go_on_from(tmp_path):
+    recipe = TINY_RECIPE.model_copy(update={"save_every": 100})
+    whole = run(tmp_path / "whole", "llama", recipe)
+    before = signal.getsignal(signal.SIGINT)
+
+    def interrupted(job, resume):
+        def press(step, note):
+            if note and not list((tmp_path / "cut" / "checkpoints").glob("step-*")):
+                signal.raise_signal(signal.SIGINT)
+
+        with contextlib.suppress(KeyboardInterrupt):
+            train(job, resume=resume, advance=press)
+        (found,) = (tmp_path / "cut" / "checkpoints").glob("step-*")
+        assert found.name == "step-0000002.safetensors"  # pressed after step 1, heard after 2
+        assert signal.getsignal(signal.SIGINT) is before
+        raise Stop
+
+    left, right = run(tmp_path / "cut", "llama", recipe, [interrupted]), whole
+    assert all(torch.equal(a, b) for a, b in zip(left[0], right[0], strict=True))
+    assert left[1:3] == right[1:3]

@@ -233,7 +233,9 @@ def mass_at(
         logits = scores.softcap * torch.tanh(logits / scores.softcap)
     if scores.bias is not None:
         logits = logits + scores.bias[:, :, 0, keys]
-    mass = torch.where(_seen(scores, offset, keys), (logits - lse[..., back:]).exp(), 0.0)
+    # rounding may put a dead head's share at 1 + 1e-8; a share is at most 1
+    share = (logits - lse[..., back:]).exp().clamp(max=1.0)
+    mass = torch.where(_seen(scores, offset, keys), share, 0.0)
     return torch.nn.functional.pad(mass, (min(back, length), 0))
 
 

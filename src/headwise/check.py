@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -56,6 +57,20 @@ class HeadCheck:
         """Whether the heads are where the table says, and separable."""
         small = max(self.silencing_error, self.logit_change) < TOLERANCE
         return small and all(probe.passed for probe in self.probes)
+
+    def to_json(self) -> dict[str, Any]:
+        """The body of `check.json`."""
+        return {
+            "passed": self.passed,
+            "reason": "" if self.passed else self.reason(),
+            "silencing_error": self.silencing_error,
+            "logit_change": self.logit_change,
+            "probes": [
+                {"head": str(probe.head), "role": probe.role, "passed": probe.passed,
+                 "expected": list(probe.expected), "moved": list(probe.moved)}
+                for probe in self.probes
+            ],
+        }  # fmt: skip
 
     def reason(self) -> str:
         """Why the check failed, in words."""

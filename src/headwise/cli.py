@@ -22,9 +22,6 @@ def main() -> None:
     except HeadwiseError as error:
         sys.stderr.write(f"headwise: {error}\n")
         sys.exit(1)
-    except KeyboardInterrupt:
-        sys.stderr.write("headwise: stopped; a run that had started can go on with --resume\n")
-        sys.exit(130)
     except BrokenPipeError:
         sys.exit(1)
 

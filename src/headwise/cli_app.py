@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import typer
 
 app = typer.Typer(
@@ -12,3 +16,13 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+
+@contextmanager
+def resumable(what: str) -> Iterator[None]:
+    """Say how to go on after Ctrl-C; typer itself ends with exit code 130 and no word."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.stderr.write(f"\nheadwise: stopped; {what}\n")
+        raise

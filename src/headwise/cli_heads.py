@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from headwise.cli_app import app
+from headwise.cli_app import app, resumable
 from headwise.cli_options import (
     AllowPickle,
     BatchSize,
@@ -118,6 +118,7 @@ def survey(
 @app.command()
 def check(
     model: Model,
+    out: Out = Path("out/check"),
     device_map: DeviceMap = None,
     dtype: Dtype = None,
     allow_pickle: AllowPickle = False,
@@ -127,12 +128,14 @@ def check(
 ) -> None:
     """Is the architecture known, and are its heads separable?"""
     from headwise.architectures import geometry_of, positions_of
+    from headwise.artefacts import save_artefact
     from headwise.check import check_heads
     from headwise.errors import UnknownArchitectureError
     from headwise.terminal import console
 
     loaded = load(model, dtype, device_map, allow_pickle, trust_remote_code)
     result = check_heads(loaded.model, seed=seed)
+    path = save_artefact(out / "check.json", "check", {**result.to_json(), "model": loaded.id})
     geometry = geometry_of(loaded.model)
     if not result.passed:
         raise UnknownArchitectureError(
@@ -147,6 +150,7 @@ def check(
         f"silencing equals ablation within {result.silencing_error:.0e}, the tap changes logits by "
         f"{result.logit_change:.0e} of their size."
     )
+    wrote([path], quiet)
 
 
 @app.command()
@@ -221,11 +225,12 @@ def repair(
     texts = read_texts(corpus, lines=lines) if corpus else default_corpus(model)
     chosen = SurgeryPlan.load(plan)
     loaded = load(model, dtype, device_map, allow_pickle, trust_remote_code)
-    done = run(
-        loaded.model, loaded.tokenizer, chosen, texts, settings.model_copy(update=changes),
-        out=out, mode=choice(mode, *MODES), seed=seed, resume=resume, force=force,
-        excluded=default_texts(model).texts, tracker=tracker, quiet=quiet,
-    )  # fmt: skip
+    with resumable(f"add --resume to go on in {out}"):
+        done = run(
+            loaded.model, loaded.tokenizer, chosen, texts, settings.model_copy(update=changes),
+            out=out, mode=choice(mode, *MODES), seed=seed, resume=resume, force=force,
+            excluded=default_texts(model).texts, tracker=tracker, quiet=quiet,
+        )  # fmt: skip
     screen = console(quiet)
     if done.progress.rows:
         losses = [r for r in done.progress.rows if "validation_loss" in r]

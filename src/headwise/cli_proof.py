@@ -144,9 +144,10 @@ def compare(
 ) -> None:
     """What changed between two conditions: classes, drift by zone, columns, paired losses."""
     from headwise.artefacts import read_json
-    from headwise.comparison import compare as run_comparison, read_snapshot, run_maps
+    from headwise.comparison import compare as run_comparison, read_snapshot
     from headwise.plans import SurgeryPlan
     from headwise.terminal import comparison_tables, console
+    from headwise.trajectories import run_maps
 
     found = run_comparison(
         read_snapshot(before), read_snapshot(after),
@@ -202,7 +203,9 @@ def capture(
         settings=settings, batch_size=batch_size, resume=resume, quiet=quiet,
     )  # fmt: skip
     rows = sum(captured.rows.values())
-    console(quiet).print(f"{rows:,} vectors of {len(captured.rows)} heads in {captured.folder}")
+    console(quiet).print(
+        f"{rows:,} query and key vectors, {len(captured.rows)} files, in {captured.folder}"
+    )
     if captured.note:
         console(quiet).print(f"note: {captured.note}")
 

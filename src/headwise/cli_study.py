@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from headwise.cli_app import app
+from headwise.cli_app import app, resumable
 from headwise.cli_options import Out, Quiet, Seed, wrote
 
 
@@ -36,7 +36,8 @@ def study(
         screen.print(item)
     if dry_run:
         return
-    run_study(asked, out=folder, quiet=quiet, say=screen.print)
+    with resumable("the same command goes on where it stopped"):
+        run_study(asked, out=folder, quiet=quiet, say=screen.print)
     wrote([folder / "study.json", folder / "summary.json"], quiet)
     if report:
         _write_report(folder, folder / "report", quiet)
@@ -54,7 +55,8 @@ def demo(
     from headwise.terminal import console
 
     screen = console(quiet)
-    folder = run_study(load_study("demo"), out=out, quiet=quiet, say=screen.print)
+    with resumable("the same command goes on where it stopped"):
+        folder = run_study(load_study("demo"), out=out, quiet=quiet, say=screen.print)
     _write_report(folder, folder, quiet)
 
 

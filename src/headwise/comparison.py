@@ -14,22 +14,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float
 
 from headwise.artefacts import find_plasticity, load_artefact, read_json, save_artefact, versions
 from headwise.diagnosis import Diagnosis
 from headwise.errors import ArtefactError
 from headwise.evaluation import Evaluation
 from headwise.heads import Head, heads_where
-from headwise.plans import SurgeryPlan
-from headwise.resampling import mean_interval
+from headwise.plans import SurgeryPlan, join_plans
+from headwise.resampling import Interval, mean_interval
+from headwise.trajectories import (
+    Map,
+    Mask,
+    column_trends,
+    step_deltas,
+    trajectory_shapes,
+    two_phenomena,
+)
 
 DRIFT = 0.05
-TREND = 0.02
 _IDENTITY = ("model_type", "num_layers", "num_heads", "num_kv_heads", "head_dim")
-
-Map = Float[np.ndarray, "layer head"]
-Mask = Bool[np.ndarray, "layer head"]
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ def compare(
     `whole_layers`: the patch changes whole projections (lora), not only the planned heads.
     """
     _require_comparable(before, after)
+    plan = plan or _plan_of(after)
     _require_shapes(before.diagnosis, plan, checkpoints)
     zones = zone_masks(before.diagnosis, plan, whole_layers=whole_layers)
     start = before.diagnosis.maps["first_token_mass"]
@@ -116,10 +120,11 @@ def compare(
     return Comparison(body)
 
 
-def step_deltas(maps: Sequence[tuple[int, Map]], stock: Map) -> list[tuple[int, Map]]:
-    """Changes by step: from the map of step -1 if the run kept one, else from stock."""
-    start = next((mass for step, mass in maps if step < 0), stock)
-    return [(step, mass - start) for step, mass in maps if step >= 0]
+def _plan_of(after: Snapshot) -> SurgeryPlan | None:
+    """What the evaluated patches say they operated on."""
+    patches = [] if after.evaluation is None else after.evaluation.body.get("patches") or []
+    plans = [SurgeryPlan(**patch["plan"]) for patch in patches if patch.get("plan")]
+    return join_plans(plans) if plans else None
 
 
 def _require_comparable(before: Snapshot, after: Snapshot) -> None:
@@ -284,75 +289,6 @@ def plasticity_change(
     }
 
 
-def column_trends(deltas: Sequence[tuple[int, Map]], watched: Mask) -> dict[str, Any]:
-    """Mean |delta| of the watched heads of each index over checkpoints, and the paper's rule."""
-    columns = {}
-    for index in np.flatnonzero(watched.any(0)):
-        rows = watched[:, index]
-        means = [float(np.abs(delta[rows, index]).mean()) for _, delta in deltas]
-        columns[f"H{int(index)}"] = {
-            "heads": int(rows.sum()),
-            "steps": [int(step) for step, _ in deltas],
-            "mean_abs_delta": means,
-            "trend": trend(means),
-        }
-    return columns
-
-
-def trend(values: Sequence[float]) -> str:
-    """spreading, recovering or stable: last against first, with a margin of 0.02."""
-    if values[-1] > values[0] + TREND:
-        return "spreading"
-    return "recovering" if values[-1] < values[0] - TREND else "stable"
-
-
-def trajectory_shapes(deltas: Sequence[tuple[int, Map]], watched: Mask) -> dict[str, str]:
-    """The shape of each watched head's way over checkpoints, by the paper's rules."""
-    return {
-        str(head): trajectory_shape([float(d[head.layer, head.index]) for _, d in deltas])
-        for head in heads_where(watched)
-    } if deltas else {}  # fmt: skip
-
-
-def trajectory_shape(values: Sequence[float]) -> str:
-    """stable, increasing, decreasing, plateau, oscillating or mixed."""
-    path = np.asarray(values)
-    if len(path) < 3:
-        return "insufficient"
-    steps = np.diff(path)
-    if np.abs(path).max() < 0.03:
-        return "stable"
-    if (steps > 0.005).all():
-        return "increasing"
-    if (steps < -0.005).all():
-        return "decreasing"
-    if np.ptp(path) < 0.03:
-        return "plateau"
-    changes = int((np.diff(np.sign(steps[steps != 0])) != 0).sum())
-    return "oscillating" if changes >= 2 else "mixed"
-
-
-def two_phenomena(
-    deltas: Sequence[tuple[int, Map]], zones: Mapping[str, Mask]
-) -> dict[str, Any] | None:
-    """Early redistribution outside against later drift of watched heads, at matched steps."""
-    if len(deltas) < 2:
-        return None
-    picked = {"early": deltas[len(deltas) // 5], "late": deltas[-1]}
-    rows: dict[str, Any] = {name: {"step": int(step)} for name, (step, _) in picked.items()}
-    rows["late_minus_early"] = {}
-    for zone in ("outside", "watched"):
-        mask = zones[zone] & zones["movable"]
-        means = [_zone_mean(delta, mask) for _, delta in picked.values()]
-        rows["early"][zone], rows["late"][zone] = means
-        rows["late_minus_early"][zone] = None if None in means else means[1] - means[0]  # type: ignore[operator]
-    return rows
-
-
-def _zone_mean(delta: Map, mask: Mask) -> float | None:
-    return float(np.abs(delta[mask]).mean()) if mask.any() else None
-
-
 def paired_losses(before: Evaluation | None, after: Evaluation | None) -> dict[str, Any]:
     """Change of mean loss on every text set both saw, paired by document."""
     if before is None or after is None:
@@ -373,26 +309,14 @@ def paired_losses(before: Evaluation | None, after: Evaluation | None) -> dict[s
             "perplexity_before": left["perplexity"],
             "perplexity_after": right["perplexity"],
             "difference": interval.to_json(),
-            "verdict": _verdict(interval.low, interval.high),
+            "verdict": _verdict(interval, len(tokens)),
         }
     return result
 
 
-def _verdict(low: float, high: float) -> str:
-    if high < 0:
+def _verdict(interval: Interval, documents: int) -> str:
+    if documents < 2:
+        return "one document: nothing can be said"
+    if interval.high < 0:
         return "lower with 95% confidence"
-    return "higher with 95% confidence" if low > 0 else "no difference shown"
-
-
-def run_maps(run: Path, first: Path | None = None) -> list[tuple[int, Map]]:
-    """The (step, first-token mass) maps of a run; step -1 from its `first` pass, if that is given.
-
-    A second pass starts from the patched model, and changes are told from the untouched one.
-    """
-    from headwise.training import read_lines
-
-    rows = read_lines(run / "maps.jsonl")
-    if first is not None:
-        rows = [row for row in rows if row["step"] >= 0]
-        rows = [*read_lines(first / "maps.jsonl")[:1], *rows]
-    return [(int(row["step"]), np.array(row["first_token_mass"])) for row in rows]
+    return "higher with 95% confidence" if interval.low > 0 else "no difference shown"

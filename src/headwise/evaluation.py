@@ -211,7 +211,8 @@ def _recovery(
     for head in targets:
         label = diagnosis.classes[head.layer][head.index]
         cost = heads["ablation_zero"].get(str(head))
-        useful = None if cost is None else cost["low"] > 0
+        judged = cost is not None and heads["documents"] > 1  # one document has no interval
+        useful = bool(cost["low"] > 0) if judged else None
         rows[str(head)] = {
             "class": label,
             "sick": label in ("dead", "sink"),
@@ -222,6 +223,7 @@ def _recovery(
         "heads": rows,
         "operated": len(rows),
         "not_sick": sum(not row["sick"] for row in rows.values()),
+        "judged": sum(row["useful"] is not None for row in rows.values()),
         "functional": sum(row["functional"] for row in rows.values()),
         "exceptions": [name for name, row in rows.items() if not row["functional"]],
         "rule": "not sick, and zero ablation raises held-out loss with 95% confidence",

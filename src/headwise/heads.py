@@ -157,7 +157,9 @@ class _Selection:
 
     def _atom(self) -> frozenset[Head]:
         if not self.tokens:
-            raise SelectionError(f"{self.text!r} ends too early")
+            raise SelectionError(
+                f"{self.text!r} ends too early", fix="example: L5-22H9-15 & sick, all - dead"
+            )
         token = self.tokens.pop(0)
         if token == "(":
             heads = self._union()

@@ -218,8 +218,9 @@ def apply_patches(
     if out.exists() and any(out.iterdir()):
         raise ModelError("the output folder is not empty", where=out, fix="choose another --out")
     try:
-        loaded.model.save_pretrained(out)
-        loaded.tokenizer.save_pretrained(out)
+        with _quiet():
+            loaded.model.save_pretrained(out)
+            loaded.tokenizer.save_pretrained(out)
     except OSError as error:
         raise ModelError(f"cannot write the model ({error})", where=out) from None
     return out

@@ -7,7 +7,7 @@ to keys and values that heads share.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -125,6 +125,8 @@ def make_plan(
     seed: int = 42,
 ) -> SurgeryPlan:
     """A plan from a diagnosis: either a selection or a preset."""
+    if heads and preset and preset != "pass2":
+        raise SelectionError("both heads and a preset are given", fix="choose one of them")
     selection = heads or preset_selection(diagnosis, preset, column)
     shape = {"num_layers": diagnosis.model["num_layers"], "num_heads": diagnosis.model["num_heads"]}
     sets = diagnosis.head_sets()
@@ -205,3 +207,11 @@ def trainable_weights(model: Mapping[str, Any], heads: int, groups: int) -> int:
     row = model["head_dim"] * model["hidden_size"]
     bias = model["head_dim"] if model.get("qkv_bias") else 0
     return int(heads * (2 * row + bias) + groups * 2 * (row + bias))
+
+
+def join_plans(plans: Sequence[SurgeryPlan]) -> SurgeryPlan:
+    """One plan for the zones of several passes: a head operated on in any pass is operated on."""
+    targets = {head for plan in plans for head in plan.target_heads}
+    watched = set(plans[0].watched_heads) - targets
+    changes = {"targets": format_heads(targets), "watched": format_heads(watched)}
+    return plans[-1].model_copy(update=changes)

@@ -20,7 +20,7 @@ from typing import Any
 import joblib
 
 from headwise.artefacts import content_hash, load_artefact, save_artefact
-from headwise.errors import ArtefactError, HeadwiseError, SettingsError
+from headwise.errors import ArtefactError, HeadwiseError, SettingsError, TextError
 from headwise.headgroup import HeadFailure, HeadResult, analyse_group
 from headwise.heads import Head, select_heads
 from headwise.plasticity_settings import PlasticitySettings, load_settings
@@ -94,6 +94,12 @@ def compute_plasticity(
             progress(len(records) + len(failures), total)
     records.sort(key=lambda record: (record["layer"], record["q_head"]))
     failures.sort(key=lambda failure: (failure.layer, failure.q_head))
+    if records and all(record["overall"] is None for record in records):
+        raise TextError(
+            "no head has a cell to measure: no query stands in a later bucket than two keys",
+            where=out,
+            fix="capture longer texts, or smaller --buckets",
+        )
     return _write(out, folder, settings, records, failures)
 
 

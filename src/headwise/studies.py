@@ -105,6 +105,11 @@ def load_study(name: str) -> Study:
     path = Path(name)
     if not path.exists() and (STUDIES / f"{path.stem}.yaml").exists():
         path = STUDIES / f"{path.stem}.yaml"
+    if not path.exists():
+        bundled = ", ".join(sorted(found.stem for found in STUDIES.glob("*.yaml")))
+        raise SettingsError(
+            "no such study", where=name, fix=f"pass a YAML file, or one of {bundled}"
+        )
     body = read_yaml(path)
     study = validated(Study, {"name": path.stem, **body}, path)
     names = [arm.name for arm in study.arms]

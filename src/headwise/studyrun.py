@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from headwise.artefacts import load_artefact, save_artefact, versions
-from headwise.comparison import Map, Snapshot, compare, run_maps
+from headwise.comparison import Snapshot, compare
 from headwise.completions import (
     Sampling,
     bundled_prompts,
@@ -30,14 +30,15 @@ from headwise.corpus import Corpus, build_corpus
 from headwise.diagnosis import Diagnosis, diagnose
 from headwise.errors import ArtefactError, SelectionError
 from headwise.evaluation import Evaluation, evaluate
-from headwise.heads import Head, format_heads
+from headwise.heads import Head
 from headwise.models import LoadedModel, load_model
-from headwise.plans import SurgeryPlan, make_plan
+from headwise.plans import SurgeryPlan, join_plans, make_plan
 from headwise.recipes import Recipe
 from headwise.repair import repair
 from headwise.studies import PlanChoice, Study, StudyArm
 from headwise.studysummary import summarise_study
 from headwise.texts import TextSet
+from headwise.trajectories import Map, run_maps
 from headwise.weights import Patch
 
 Say = Callable[[str], None]
@@ -216,22 +217,14 @@ def _judge(
     path = folder / "evaluation.json"
     if not path.exists():
         info = [{**p.info, "num_weights": p.num_weights} for p in patches]
-        targets = _joined(plans).target_heads
+        targets = join_plans(plans).target_heads
         _evaluate(bench, info, {"operated": targets}, _ablated(bench, targets)).save(path)
     after = Evaluation.load(path)
     if not (folder / "comparison.json").exists():
         compare(
             Snapshot(before.diagnosis, before), Snapshot(after.diagnosis, after),
-            plan=_joined(plans), checkpoints=checkpoints, whole_layers=whole_layers,
+            plan=join_plans(plans), checkpoints=checkpoints, whole_layers=whole_layers,
         ).save(folder / "comparison.json")  # fmt: skip
-
-
-def _joined(plans: list[SurgeryPlan]) -> SurgeryPlan:
-    """One plan for the zones of several passes: a head operated on in any pass is operated on."""
-    targets = {head for plan in plans for head in plan.target_heads}
-    watched = set(plans[0].watched_heads) - targets
-    changes = {"targets": format_heads(targets), "watched": format_heads(watched)}
-    return plans[-1].model_copy(update=changes)
 
 
 def _complete(bench: Bench) -> None:

@@ -194,8 +194,8 @@ def evaluation_tables(body: Mapping[str, Any]) -> list[Table]:
         tables.append(table("loss without the head (nats a token)", ("head", "change"), rows))
     recovery = body.get("recovery")
     if recovery:
-        row = [recovery["operated"], recovery["not_sick"], recovery["functional"]]
-        columns = ("operated", "not sick", "functionally recovered")
+        row = [recovery.get(key) for key in ("operated", "not_sick", "judged", "functional")]
+        columns = ("operated", "not sick", "judged by ablation", "functionally recovered")
         tables.append(table("recovery", columns, [row]))
     return tables
 

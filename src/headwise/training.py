@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -95,12 +97,37 @@ def train(
     job: Job, *, resume: bool = False, advance: Callable[[int, str], None] = lambda n, note: None
 ) -> Progress:
     """Train until the recipe's steps are done or validation stops improving."""
-    with torch.random.fork_rng(devices=[]):  # what ran before must not reach a checkpoint's bytes
+    # what ran before must not reach a checkpoint's bytes
+    with torch.random.fork_rng(devices=[]), _stopping() as asked:
         torch.manual_seed(job.seed)
-        return _train(job, resume, advance)
+        return _train(job, resume, advance, asked)
 
 
-def _train(job: Job, resume: bool, advance: Callable[[int, str], None]) -> Progress:
+@contextmanager
+def _stopping() -> Iterator[list[int]]:
+    """Ctrl-C lets the step at hand finish, so that the checkpoint is whole; a second one does not.
+
+    Only the main thread may set signal handlers; elsewhere nothing changes.
+    """
+    asked: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+
+    def stop(number: int, frame: object) -> None:
+        asked.append(number)
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _train(
+    job: Job, resume: bool, advance: Callable[[int, str], None], asked: list[int]
+) -> Progress:
     recipe = job.recipe
     optimizer = make_optimizer(job)
     progress = _restore(job, optimizer) if resume else _fresh(job)
@@ -118,8 +145,10 @@ def _train(job: Job, resume: bool, advance: Callable[[int, str], None]) -> Progr
         _require_number(job, row)
         progress.step += 1
         _record(job, progress, row, time.perf_counter() - started)
-        if progress.step % recipe.save_every == 0:
+        if asked or progress.step % recipe.save_every == 0:
             save_checkpoint(job, progress, optimizer)
+        if asked:
+            raise KeyboardInterrupt
         advance(1, f"loss {row['loss']:.4f}")
     if not progress.stopped:
         _validate(job, progress)

@@ -45,6 +45,7 @@ class Verdict:
     headline: str
     tone: Tone
     findings: tuple[Finding, ...]
+    basis: str = ""  # how much it rests on, in one line
 
 
 def judge(source: Source) -> Verdict:
@@ -61,7 +62,19 @@ def judge(source: Source) -> Verdict:
         _gaps(source),
     ]
     headline, tone = _headline(source, main)
-    return Verdict(headline, tone, tuple(f for f in found if f is not None))
+    return Verdict(headline, tone, tuple(f for f in found if f is not None), _basis(source, main))
+
+
+def _basis(source: Source, main: Condition) -> str:
+    """Steps, seeds and recovered heads: a headline must not hide how little it rests on."""
+    if main.run is None:
+        return ""
+    steps, seeds = int(main.run["recipe"]["steps"]), len(source.of_arm(main.arm))
+    text = f"After {steps} training steps, {seeds} seed{'s' * (seeds > 1)}"
+    recovery = (main.evaluation or {}).get("recovery")
+    if recovery:
+        text += f"; {recovery['functional']} of {recovery['operated']} heads functionally recovered"
+    return f"{text}. Other budgets may order the arms otherwise."
 
 
 def main_run(source: Source) -> Condition | None:
