@@ -241,6 +241,11 @@ def repair(
                 f"{done.progress.best_step} {done.progress.stopped}"
             )
     screen.print(f"{done.patch.num_weights:,} weights in the patch")
+    if mode == "lora":
+        screen.print(
+            "(whole projections after merging; trained were low-rank factors of about as many "
+            f"weights as the planned slices have, {chosen.summary.get('trainable_weights', 0):,})"
+        )
     wrote(
         [out / name for name in ("patch.safetensors", "trace.jsonl", "maps.jsonl", "run.json")],
         quiet,

@@ -327,7 +327,7 @@ def trajectories(source: Source | None) -> Figure | None:
         axes.plot(steps, np.median(paths, axis=1), color="black", lw=1.6)
         axes.axhline(0.5, color=GREY, ls="--", lw=1)
         axes.set(ylim=(0, 1.02), xlabel="step", ylabel="first-token mass")
-        axes.set_title(f"{run.arm}: {int(operated.sum())} operated heads", loc="left")
+        axes.set_title(f"{run.arm}\n{int(operated.sum())} operated heads", loc="left")
     return figure
 
 

@@ -146,7 +146,7 @@ def diagnosis_table(diagnosis: Diagnosis) -> Table:
     rows.append(("valley depth (1 empty, 0 none)", f"{sweep['valley']['depth']:.2f}"))
     rows.append(("band (head indices)", ", ".join(map(str, diagnosis.band["indices"])) or "none"))
     if diagnosis.sink_rate:
-        rows.append((f"sink rate (> {diagnosis.sink_rate['epsilon']})",
+        rows.append((f"Gu's sink rate (mass > {diagnosis.sink_rate['epsilon']})",
                      f"{diagnosis.sink_rate['value']:.1%}"))  # fmt: skip
     if diagnosis.mlp_dormancy:
         rows.append(("dormant MLP neurons", f"{diagnosis.mlp_dormancy['share']:.2%}"))
