@@ -15,9 +15,11 @@ import pytest
 import yaml
 
 from headwise.errors import ArtefactError, SettingsError
+from headwise.evaluation import Evaluation
 from headwise.studies import STUDIES, load_study
 from headwise.studyestimate import estimate_study
 from headwise.studyrun import run_study
+from headwise.studysummary import _difference
 from headwise.terminal import cost_tables
 from headwise.weights import Patch
 
@@ -170,3 +172,20 @@ def test_a_study_killed_at_random_moments_ends_with_the_same_bytes(tmp_path, mod
     sys.stderr.write(f"\n{kills} kills\n")
     assert kills >= 5
     assert contents(tmp_path / "cut") == contents(whole)
+
+
+def losses_of(*sums):
+    """An evaluation with these document losses, ten tokens each."""
+    text = {"document_tokens": [10] * len(sums), "document_loss_sums": list(sums)}
+    return Evaluation({"text_sets": {"t": text}})
+
+
+def test_arms_with_the_same_seeds_are_paired_seed_by_seed():
+    left = [losses_of(10.0, 12.0), losses_of(20.0, 24.0)]
+    right = [losses_of(9.0, 10.0), losses_of(21.0, 26.0)]
+    found, back = _difference(left, right, "t"), _difference(right, left, "t")
+    assert found["by_seed"] == pytest.approx([0.15, -0.15])
+    assert back["by_seed"] == pytest.approx([-0.15, 0.15])
+    assert found["value"] == pytest.approx(0.0)
+    alone = _difference(left, right[:1], "t")
+    assert alone["by_seed"] == pytest.approx([0.15, 1.25])

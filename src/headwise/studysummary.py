@@ -76,12 +76,17 @@ def _arm(name: str, found: list[Evaluation], stock: Evaluation) -> dict[str, Any
 
 
 def _difference(left: list[Evaluation], right: list[Evaluation], text: str) -> dict[str, Any]:
-    """Mean over seeds of the paired difference in loss, its interval and its spread over seeds."""
+    """Mean over seeds of the paired difference in loss, its interval, and one difference a seed.
+
+    The interval is over documents. Arms with the same number of seeds are paired seed by seed (the
+    same data in the same order); else each seed is set against the other arm's mean.
+    """
     tokens = np.array(right[0].body["text_sets"][text]["document_tokens"])
     a, b = (np.array([e.body["text_sets"][text]["document_loss_sums"] for e in side])
             for side in (left, right))  # fmt: skip
     interval = mean_interval(a.mean(0) - b.mean(0), tokens)
-    seeds = a.sum(1) / tokens.sum() - b.mean(0).sum() / tokens.sum()
+    means = b if len(a) == len(b) else b.mean(0, keepdims=True)
+    seeds = (a.sum(1) - means.sum(1)) / tokens.sum()
     return {
         **interval.to_json(),
         "by_seed": seeds.tolist(),
