@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -28,6 +29,10 @@ from headwise.cli_options import (
     load,
     wrote,
 )
+
+if TYPE_CHECKING:
+    from headwise.plans import SurgeryPlan
+    from headwise.repair import RepairRun
 
 
 @app.command()
@@ -231,25 +236,31 @@ def repair(
             out=out, mode=choice(mode, *MODES), seed=seed, resume=resume, force=force,
             excluded=default_texts(model).texts, tracker=tracker, quiet=quiet,
         )  # fmt: skip
-    screen = console(quiet)
-    if done.progress.rows:
-        losses = [r for r in done.progress.rows if "validation_loss" in r]
-        if losses:
-            screen.print(
-                f"{mode}: validation loss {losses[0]['validation_loss']:.4f} at step "
-                f"{losses[0]['validated_at']}, best {done.progress.best_loss:.4f} at step "
-                f"{done.progress.best_step} {done.progress.stopped}"
-            )
-    screen.print(f"{done.patch.num_weights:,} weights in the patch")
-    if mode == "lora":
-        screen.print(
-            "(whole projections after merging; trained were low-rank factors of about as many "
-            f"weights as the planned slices have, {chosen.summary.get('trainable_weights', 0):,})"
-        )
+    for line in _repaired(done, chosen):
+        console(quiet).print(line)
     wrote(
         [out / name for name in ("patch.safetensors", "trace.jsonl", "maps.jsonl", "run.json")],
         quiet,
     )
+
+
+def _repaired(done: RepairRun, plan: SurgeryPlan) -> Iterator[str]:
+    """What a run says of itself when it ends."""
+    losses = [row for row in done.progress.rows if "validation_loss" in row]
+    if losses:
+        yield (
+            f"{done.mode}: validation loss {losses[0]['validation_loss']:.4f} at step "
+            f"{losses[0]['validated_at']}, best {done.progress.best_loss:.4f} at step "
+            f"{done.progress.best_step} {done.progress.stopped}"
+        )
+    elif not done.progress.rows and done.progress.step == 0:
+        yield f"{done.mode}: nothing was trained now (a control without training, or finished)"
+    yield f"{done.patch.num_weights:,} weights in the patch"
+    if done.mode == "lora":
+        yield (
+            "(whole projections after merging; trained were low-rank factors of about as many "
+            f"weights as the planned slices have, {plan.summary.get('trainable_weights', 0):,})"
+        )
 
 
 @app.command()
