@@ -170,7 +170,7 @@ def test_a_study_killed_at_random_moments_ends_with_the_same_bytes(tmp_path, mod
         kills += 1
     assert subprocess.run(command, check=False, capture_output=True).returncode == 0
     sys.stderr.write(f"\n{kills} kills\n")
-    assert kills >= 5
+    assert kills >= 3
     assert contents(tmp_path / "cut") == contents(whole)
 
 
