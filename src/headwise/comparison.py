@@ -20,7 +20,7 @@ from headwise.diagnosis import Diagnosis
 from headwise.errors import ArtefactError
 from headwise.evaluation import Evaluation
 from headwise.heads import Head, heads_where
-from headwise.plans import SurgeryPlan, join_plans
+from headwise.plans import SurgeryPlan, join_plans, plans_of
 from headwise.resampling import Interval, mean_interval
 from headwise.trajectories import (
     Map,
@@ -123,7 +123,7 @@ def compare(
 def _plan_of(after: Snapshot) -> SurgeryPlan | None:
     """What the evaluated patches say they operated on."""
     patches = [] if after.evaluation is None else after.evaluation.body.get("patches") or []
-    plans = [SurgeryPlan(**patch["plan"]) for patch in patches if patch.get("plan")]
+    plans = plans_of(patches)
     return join_plans(plans) if plans else None
 
 

@@ -24,7 +24,7 @@ from headwise.errors import TextError
 from headwise.heads import Head, all_heads, select_heads
 from headwise.models import describe_model
 from headwise.perplexity import TextLosses, text_losses
-from headwise.plans import SurgeryPlan
+from headwise.plans import plans_of
 from headwise.surgery import measure_means
 from headwise.texts import DATA, TextSet, batches, encode_texts, read_texts
 
@@ -149,8 +149,7 @@ def chosen_heads(
 
 def operated_heads(patches: Sequence[Mapping[str, Any]]) -> list[Head]:
     """The targets of all plans in a list of patch descriptions."""
-    plans = [SurgeryPlan(**patch["plan"]) for patch in patches if patch.get("plan")]
-    return sorted({head for plan in plans for head in plan.target_heads})
+    return sorted({head for plan in plans_of(patches) for head in plan.target_heads})
 
 
 def _heads_body(

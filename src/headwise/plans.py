@@ -209,6 +209,11 @@ def trainable_weights(model: Mapping[str, Any], heads: int, groups: int) -> int:
     return int(heads * (2 * row + bias) + groups * 2 * (row + bias))
 
 
+def plans_of(patches: Iterable[Mapping[str, Any]]) -> list[SurgeryPlan]:
+    """The plans that descriptions of patches carry, pass by pass."""
+    return [SurgeryPlan(**patch["plan"]) for patch in patches if patch.get("plan")]
+
+
 def join_plans(plans: Sequence[SurgeryPlan]) -> SurgeryPlan:
     """One plan for the zones of several passes: a head operated on in any pass is operated on."""
     targets = {head for plan in plans for head in plan.target_heads}

@@ -83,9 +83,9 @@ def _cost(study: Study, arm: StudyArm, seed: int, size: _Size | None, speed: flo
         megabytes = arm.passes * weights * (_PATCH_BYTES + _CHECKPOINT_BYTES * kept) / 1e6
         judged = study.max_texts * study.window * arm.passes
         ablated = size.heads if study.ablate == "all" else operated
-        # an ablation re-runs half the layers on average, once with zeros and once with means
         validations = recipe.steps // recipe.validate_every * recipe.validation_blocks
         seen = validations * recipe.block * arm.passes
+        # an ablation re-runs half the layers on average, once with zeros and once with means
         operations = size.parameters * (6 * tokens + 2 * seen + 2 * judged * (2 + ablated))
         minutes = operations / speed / 60
     return Cost(arm.name, seed, arm.mode, arm.corpus, arm.passes, recipe.steps, tokens, minutes,

@@ -29,10 +29,10 @@ from headwise.completions import (
 from headwise.corpus import Corpus, build_corpus
 from headwise.diagnosis import Diagnosis, diagnose
 from headwise.errors import ArtefactError, SelectionError
-from headwise.evaluation import Evaluation, evaluate
+from headwise.evaluation import Evaluation, evaluate, operated_heads
 from headwise.heads import Head
 from headwise.models import LoadedModel, load_model
-from headwise.plans import SurgeryPlan, join_plans, make_plan
+from headwise.plans import SurgeryPlan, make_plan
 from headwise.recipes import Recipe
 from headwise.repair import repair
 from headwise.studies import PlanChoice, Study, StudyArm
@@ -213,17 +213,16 @@ def _judge(
     whole_layers: bool,
 ) -> None:
     """Evaluate with all patches so far, and compare with stock by what they really touched."""
-    plans = [SurgeryPlan(**patch.info["plan"]) for patch in patches]
     path = folder / "evaluation.json"
     if not path.exists():
         info = [{**p.info, "num_weights": p.num_weights} for p in patches]
-        targets = join_plans(plans).target_heads
+        targets = operated_heads(info)
         _evaluate(bench, info, {"operated": targets}, _ablated(bench, targets)).save(path)
     after = Evaluation.load(path)
     if not (folder / "comparison.json").exists():
         compare(
             Snapshot(before.diagnosis, before), Snapshot(after.diagnosis, after),
-            plan=join_plans(plans), checkpoints=checkpoints, whole_layers=whole_layers,
+            checkpoints=checkpoints, whole_layers=whole_layers,
         ).save(folder / "comparison.json")  # fmt: skip
 
 
