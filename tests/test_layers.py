@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "headwise"
 # A module imports only modules to its left or above. A new module is placed here once.
 ORDER = """
     errors artefacts settings heads terminal patient resampling losses normality
-    architectures attention tap weights texts suffix models check
+    architectures attention gelu tap weights texts suffix models check
     measures dormancy diagnosis published survey figures
     plans recipes corpus qkfiles masters lora surgery training repair
     perplexity ablation evaluation completions harness trajectories comparison

@@ -12,6 +12,7 @@ import yaml
 from typer.testing import CliRunner
 
 from conftest import tiny_language_model
+from headwise.artefacts import read_lines
 from headwise.cli import app
 from headwise.errors import ArtefactError, HeadwiseError, SelectionError, TextError
 from headwise.heads import Head
@@ -20,7 +21,6 @@ from headwise.plans import SurgeryPlan
 from headwise.repair import MODES, TRAINED, random_heads_plan, repair
 from headwise.surgery import operate
 from headwise.texts import TextSet
-from headwise.training import read_lines
 from headwise.weights import Patch
 from planned import TINY_RECIPE, plan_for, small_texts, weight_bits
 

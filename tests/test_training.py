@@ -15,6 +15,7 @@ import torch
 from conftest import SENTENCES, tiny_model
 from headwise import training
 from headwise.architectures import blocks_of
+from headwise.artefacts import read_lines
 from headwise.corpus import block_at, block_order, build_corpus, in_validation
 from headwise.errors import SettingsError, TextError, TrainingError
 from headwise.losses import shifted_targets, summed_loss, token_losses
@@ -25,7 +26,6 @@ from headwise.texts import TextSet, batches
 from headwise.training import (
     load_best,
     mean_loss,
-    read_lines,
     save_checkpoint,
     step_blocks,
     train,
@@ -605,7 +605,7 @@ def test_checkpoints_of_equal_states_are_equal_files(tmp_path):
 def test_the_fast_gelu_is_blooms_gelu_forward_and_backward():
     from transformers.models.bloom.modeling_bloom import BloomGelu
 
-    from headwise.suffix import fused_gelu
+    from headwise.gelu import fused_gelu
 
     model = tiny_model("bloom")
     gelus = [module for module in model.modules() if isinstance(module, BloomGelu)]

@@ -21,13 +21,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headwise.architectures import geometry_of
+from headwise.gelu import fused_gelu
 from headwise.heads import Head
 from headwise.losses import shifted_targets, summed_loss, token_losses
 from headwise.resampling import Interval, mean_interval, mean_intervals
 from headwise.suffix import (
-    EXACT,
     device_of,
-    fused_gelu,
     layer_inputs,
     replaced_attention,
     run_from,
@@ -164,7 +163,7 @@ def _without(
     copies but for that head's share (not in half precision, where the difference is too rough).
     """
     lowest = sets[0][0].layer
-    one = _one_lowest(sets[0]) and model.dtype in EXACT
+    one = _one_lowest(sets[0]) and torch.finfo(model.dtype).bits >= 32
     texts = len(passed.inputs[lowest])
     with ExitStack() as stack:
         if not one or lowest + 1 < geometry_of(model).num_layers:  # else the tap would see nothing

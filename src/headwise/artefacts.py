@@ -144,6 +144,19 @@ def content_hash(parts: Iterable[bytes | str]) -> str:
     return digest.hexdigest()
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The rows of a .jsonl file, [] if there is none."""
+    if not path.exists():
+        return []
+    try:
+        text = path.read_text(encoding="utf-8")
+        return [json.loads(line) for line in text.splitlines() if line]
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ArtefactError(
+            f"not a complete .jsonl file ({error})", where=path, fix="resume the run that wrote it"
+        ) from None
+
+
 def find_plasticity(*folders: Path) -> dict[str, Any] | None:
     """The first plasticity.json in these folders or their subfolders `plasticity`."""
     found = [place / "plasticity.json" for f in folders for place in (f, f / "plasticity")]

@@ -286,8 +286,8 @@ def _limit(model: Any, length: int, folder: Path) -> Work:
     import torch
 
     from headwise.architectures import blocks_of
+    from headwise.gelu import fused_gelu
     from headwise.losses import shifted_targets, summed_loss
-    from headwise.suffix import fused_gelu
     from headwise.tap import tapped
 
     for parameter in model.parameters():

@@ -7,7 +7,6 @@ one folder. What is missing is None or empty, and the tables say so in words.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,9 +15,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float
 
-from headwise.artefacts import find_plasticity, load_artefact
+from headwise.artefacts import find_plasticity, load_artefact, read_lines
 from headwise.errors import ArtefactError
 from headwise.heads import select_heads
+from headwise.trajectories import run_maps
 
 Map = Float[np.ndarray, "layer head"]
 Mask = Bool[np.ndarray, "layer head"]
@@ -296,18 +296,13 @@ def _read_condition(
     diagnosis = _optional(folder / "diagnosis.json", "diagnosis")
     if diagnosis is None and evaluation is not None:
         diagnosis = evaluation["diagnosis"]
-    maps = [
-        (int(row["step"]), np.array(row[MASS], dtype=float))
-        for row in _lines(folder / "maps.jsonl")
-    ]
-    first = folder.parent if number > 1 else folder  # changes are told from the untouched model
-    start = next((row for row in _lines(first / "maps.jsonl") if row["step"] < 0), None)
-    before = None if start is None else np.array(start[MASS], dtype=float)
+    maps = run_maps(folder, folder.parent if number > 1 else folder)
+    before = next((mass for step, mass in maps if step < 0), None)
     steps = tuple((step, mass) for step, mass in maps if step >= 0)
     return Condition(
         arm, seed, number, last, diagnosis, evaluation,
         _optional(folder / "comparison.json", "comparison"), _optional(folder / "run.json", "run"),
-        tuple(_lines(folder / "trace.jsonl")), steps,
+        tuple(read_lines(folder / "trace.jsonl")), steps,
         find_plasticity(folder, *([folder.parent] if folder.name == "stock" else [])), before,
     )  # fmt: skip
 
@@ -318,16 +313,3 @@ def _completions(folder: Path) -> dict[str, Any] | None:
 
 def _optional(path: Path, kind: str) -> dict[str, Any] | None:
     return load_artefact(path, kind) if path.exists() else None
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """The rows of a .jsonl file, [] if there is none."""
-    if not path.exists():
-        return []
-    try:
-        text = path.read_text(encoding="utf-8")
-        return [json.loads(line) for line in text.splitlines() if line]
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ArtefactError(
-            f"not a complete .jsonl file ({error})", where=path, fix="resume the run that wrote it"
-        ) from None

@@ -27,15 +27,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headwise.architectures import geometry_of
-from headwise.artefacts import write_text
+from headwise.artefacts import read_lines, write_text
 from headwise.attention import mass_at
 from headwise.corpus import Corpus, block_at
 from headwise.errors import TrainingError
+from headwise.gelu import fused_gelu
 from headwise.losses import shifted_targets, summed_loss, token_losses
 from headwise.masters import Master, training_slices, write_masters
 from headwise.qkfiles import write_array
 from headwise.recipes import Recipe, learning_rate
-from headwise.suffix import checkpointed, device_of, fused_gelu, layer_input, run_from
+from headwise.suffix import checkpointed, device_of, layer_input, run_from
 from headwise.tap import Sight, tapped
 from headwise.texts import Batch
 from headwise.weights import read_safetensors, write_safetensors
@@ -377,13 +378,6 @@ def _restore(job: Job, optimizer: torch.optim.Optimizer) -> Progress:
     if maps and job.before is not None and maps[0]["step"] != BEFORE:  # of an older headwise
         maps = _fresh(job).maps
     return Progress(**state, rows=rows, maps=maps)
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The rows of a .jsonl file, [] if there is none."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
 
 
 def load_best(job: Job) -> bool:

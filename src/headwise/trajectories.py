@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float
 
+from headwise.artefacts import read_lines
 from headwise.heads import heads_where
-from headwise.training import read_lines
 
 TREND = 0.02  # the paper's rule for a column
 
@@ -25,9 +25,9 @@ def run_maps(run: Path, first: Path | None = None) -> list[tuple[int, Map]]:
     """
     rows = read_lines(run / "maps.jsonl")
     if first is not None:
-        rows = [row for row in rows if row["step"] >= 0]
-        rows = [*read_lines(first / "maps.jsonl")[:1], *rows]
-    return [(int(row["step"]), np.array(row["first_token_mass"])) for row in rows]
+        start = [row for row in read_lines(first / "maps.jsonl") if row["step"] < 0]
+        rows = start + [row for row in rows if row["step"] >= 0]
+    return [(int(row["step"]), np.array(row["first_token_mass"], dtype=float)) for row in rows]
 
 
 def step_deltas(maps: Sequence[tuple[int, Map]], stock: Map) -> list[tuple[int, Map]]:
