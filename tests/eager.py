@@ -11,9 +11,9 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from headwise.architectures import geometry_of, is_transposed, projection_of
 from headwise.heads import Head
-from headwise.weights import head_spans
+from headwise.models.architectures import geometry_of, is_transposed, projection_of
+from headwise.models.slices import head_spans
 
 
 @contextmanager

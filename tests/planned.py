@@ -8,21 +8,31 @@ from contextlib import contextmanager
 import torch
 
 from conftest import SENTENCES
-from headwise.architectures import geometry_of
-from headwise.corpus import Corpus
 from headwise.heads import format_heads, select_heads
-from headwise.masters import make_masters
-from headwise.models import describe_model
-from headwise.plans import PlannedModel, SurgeryPlan
-from headwise.recipes import Recipe
-from headwise.surgery import operate, unchanged
-from headwise.texts import Batch, TextSet, batches
-from headwise.training import Job
+from headwise.models.architectures import geometry_of
+from headwise.models.description import describe_model
+from headwise.surgery.operation import operate, unchanged
+from headwise.surgery.plan import PlannedModel, SurgeryPlan
+from headwise.surgery.recipe import Recipe
+from headwise.surgery.slice_training import make_masters
+from headwise.surgery.training import Job
+from headwise.texts.batches import Batch, batches
+from headwise.texts.corpus import Corpus
+from headwise.texts.text_sets import TextSet
 
 TINY_RECIPE = Recipe(
-    name="tiny", steps=6, lr=1e-2, warmup=2, batch_size=2, accumulation=2, block=24,
-    validate_every=3, validation_blocks=3, save_every=2, map_every=2,
-)  # fmt: skip
+    name="tiny",
+    steps=6,
+    lr=1e-2,
+    warmup=2,
+    batch_size=2,
+    accumulation=2,
+    block=24,
+    validate_every=3,
+    validation_blocks=3,
+    save_every=2,
+    map_every=2,
+)
 
 
 def plan_for(model, targets="L0H1,L1H0-1", watched="", **options):
@@ -33,8 +43,11 @@ def plan_for(model, targets="L0H1,L1H0-1", watched="", **options):
     healthy = set(select_heads("all", **shape)) - set(chosen)
     return SurgeryPlan(
         model=PlannedModel(**{key: described[key] for key in PlannedModel.model_fields}),
-        targets=format_heads(chosen), watched=watched, healthy=format_heads(healthy), **options,
-    )  # fmt: skip
+        targets=format_heads(chosen),
+        watched=watched,
+        healthy=format_heads(healthy),
+        **options,
+    )
 
 
 def random_ids(length, seed=0, vocabulary=97):
@@ -79,9 +92,15 @@ def opened(model, plan, tmp_path, *, recipe=TINY_RECIPE, corpus=None, reinit=Tru
     lowest = min(head.layer for head in plan.target_heads)
     try:
         yield Job(
-            model, masters, tuple(m.value for m in masters), corpus or random_corpus(), recipe,
-            seed, lowest, tmp_path,
-        )  # fmt: skip
+            model,
+            masters,
+            tuple(m.value for m in masters),
+            corpus or random_corpus(),
+            recipe,
+            seed,
+            lowest,
+            tmp_path,
+        )
     finally:
         start.undo(model, force=True)
 

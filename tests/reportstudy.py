@@ -13,16 +13,16 @@ from pathlib import Path
 import numpy as np
 
 from headwise.artefacts import save_artefact, write_text
-from headwise.comparison import Snapshot, compare
-from headwise.completions import Prompt, Sampling, completions_body, measure_text
-from headwise.diagnosis import Thresholds, diagnosis_from
-from headwise.evaluation import Evaluation
+from headwise.diagnosis.values import Thresholds, diagnosis_from
 from headwise.heads import Head, all_heads
-from headwise.plans import make_plan
-from headwise.resampling import mean_interval
-from headwise.studies import Study
-from headwise.studysummary import summarise_study
-from headwise.trajectories import run_maps
+from headwise.intervals import mean_interval
+from headwise.proof.comparison import Snapshot, compare
+from headwise.proof.completions import Prompt, Sampling, completions_body, measure_text
+from headwise.proof.evaluation import Evaluation
+from headwise.proof.trajectories import run_maps
+from headwise.studies.study import Study
+from headwise.studies.summary import summarise_study
+from headwise.surgery.plan import make_plan
 
 LAYERS, HEADS, DOCUMENTS = 8, 8, 24
 EVIL = "</script><script>window.evil = 1</script> <img src=x onerror='window.evil = 2'> & co."
@@ -35,14 +35,29 @@ ARMS = [
     {"name": "column", "plan": {"preset": "column", "column": 3}},
 ]
 # arm -> (loss change, cost of a trained head, steps)
-EFFECTS = {"surgery": (-0.046, 0.006, 120), "second-corpus": (-0.021, 0.004, 120),
-           "gradient-only": (-0.058, 0.007, 120), "sham": (0.031, 0.0, 0),
-           "random-heads": (0.012, 0.005, 120), "column": (-0.049, 0.006, 120)}  # fmt: skip
+EFFECTS = {
+    "surgery": (-0.046, 0.006, 120),
+    "second-corpus": (-0.021, 0.004, 120),
+    "gradient-only": (-0.058, 0.007, 120),
+    "sham": (0.031, 0.0, 0),
+    "random-heads": (0.012, 0.005, 120),
+    "column": (-0.049, 0.006, 120),
+}
 MODEL = {
-    "id": "hand/made-model", "model_type": "bloom", "fingerprint": "f" * 64, "num_layers": LAYERS,
-    "num_heads": HEADS, "num_kv_heads": HEADS, "head_dim": 8, "hidden_size": 64, "qkv_bias": True,
-    "output_bias": True, "positions": "alibi", "num_parameters": 412_160, "dtype": "float32",
-}  # fmt: skip
+    "id": "hand/made-model",
+    "model_type": "bloom",
+    "fingerprint": "f" * 64,
+    "num_layers": LAYERS,
+    "num_heads": HEADS,
+    "num_kv_heads": HEADS,
+    "head_dim": 8,
+    "hidden_size": 64,
+    "qkv_bias": True,
+    "output_bias": True,
+    "positions": "alibi",
+    "num_parameters": 412_160,
+    "dtype": "float32",
+}
 
 
 def stock_mass() -> np.ndarray:
@@ -82,14 +97,20 @@ def diagnosis_of(mass: np.ndarray, seed: int = 0):
     }
     texts = {"name": "heldout", "sha256": "a" * 64, "count": DOCUMENTS, "tokens": 3000}
     return diagnosis_from(
-        model=MODEL, maps=maps, thresholds=Thresholds(),
+        model=MODEL,
+        maps=maps,
+        thresholds=Thresholds(),
         spread={"first_token_mass": np.full(mass.shape, 0.03)},
-        profile={"bucket_start": starts, "bucket_stop": stops, "num_queries": [24] * 8,
-                 "first_token_mass": profile.tolist()},
+        profile={
+            "bucket_start": starts,
+            "bucket_stop": stops,
+            "num_queries": [24] * 8,
+            "first_token_mass": profile.tolist(),
+        },
         sink_rate={"epsilon": 0.3, "value": 0.4},
         pooled={"bucket_start": starts, "bucket_stop": stops, "maps": pooled.tolist()},
         provenance={"texts": texts, "settings": {"max_length": 128}, "versions": {"headwise": "x"}},
-    )  # fmt: skip
+    )
 
 
 def text_set(name: str, base: float, change: float, seed: int) -> dict:
@@ -100,11 +121,14 @@ def text_set(name: str, base: float, change: float, seed: int) -> dict:
     sums = (loss + change + noise) * tokens
     found = mean_interval(sums, tokens)
     return {
-        "documents": DOCUMENTS, "document_tokens": tokens.tolist(),
-        "document_loss_sums": sums.tolist(), "predicted_tokens": int(tokens.sum()),
-        "loss": found.to_json(), "perplexity": found.exp().to_json(),
+        "documents": DOCUMENTS,
+        "document_tokens": tokens.tolist(),
+        "document_loss_sums": sums.tolist(),
+        "predicted_tokens": int(tokens.sum()),
+        "loss": found.to_json(),
+        "perplexity": found.exp().to_json(),
         "texts": {"name": name, "sha256": name.ljust(64, "0"), "count": DOCUMENTS},
-    }  # fmt: skip
+    }
 
 
 def evaluation_of(diagnosis, *, change=0.0, costs=None, patches=(), seed=0) -> Evaluation:
@@ -117,49 +141,83 @@ def evaluation_of(diagnosis, *, change=0.0, costs=None, patches=(), seed=0) -> E
             value = 0.012 * (1 - diagnosis.maps["first_token_mass"][head.layer, head.index]) ** 3
             value += float(rng.normal(0, 0.0006))
         spread = 0.0 if value == 0 else 0.0015
-        zero[str(head)] = {"heads": [str(head)], "value": float(value),
-                           "low": float(value - spread), "high": float(value + spread)}  # fmt: skip
+        zero[str(head)] = {
+            "heads": [str(head)],
+            "value": float(value),
+            "low": float(value - spread),
+            "high": float(value + spread),
+        }
     total = float(sum(costs.values())) * 1.2
-    zero["joint:operated"] = {"heads": [str(h) for h in costs], "value": total,
-                              "low": total * 0.8, "high": total * 1.2}  # fmt: skip
+    zero["joint:operated"] = {
+        "heads": [str(h) for h in costs],
+        "value": total,
+        "low": total * 0.8,
+        "high": total * 1.2,
+    }
     rows = {}
     for head in costs:
         label = diagnosis.classes[head.layer][head.index]
         sick = label in ("dead", "sink")
         useful = zero[str(head)]["low"] > 0
-        rows[str(head)] = {"class": label, "sick": sick, "useful": useful,
-                           "functional": useful and not sick}  # fmt: skip
+        rows[str(head)] = {
+            "class": label,
+            "sick": sick,
+            "useful": useful,
+            "functional": useful and not sick,
+        }
     recovery = {
-        "heads": rows, "operated": len(rows), "rule": "not sick, and useful",
+        "heads": rows,
+        "operated": len(rows),
+        "rule": "not sick, and useful",
         "not_sick": sum(not r["sick"] for r in rows.values()),
         "functional": sum(r["functional"] for r in rows.values()),
         "exceptions": [n for n, r in rows.items() if not r["functional"]],
-    }  # fmt: skip
-    return Evaluation({
-        "model": MODEL, "patches": list(patches),
-        "text_sets": {"heldout": text_set("heldout", 3.2, change, seed),
-                      "heldout-union": text_set("heldout-union", 3.5, change / 2, seed)},
-        "diagnosis": diagnosis.to_json(),
-        "heads": {"ablation_zero": zero, "ablation_mean": zero, "documents": DOCUMENTS,
-                  "first_order": {"map": np.zeros((LAYERS, HEADS)).tolist(),
-                                  "spearman_with_exact": 0.8}},
-        "recovery": recovery if patches else None,
-        "mlp_dormancy": {}, "provenance": {"versions": {"headwise": "x"}},
-    })  # fmt: skip
+    }
+    return Evaluation(
+        {
+            "model": MODEL,
+            "patches": list(patches),
+            "text_sets": {
+                "heldout": text_set("heldout", 3.2, change, seed),
+                "heldout-union": text_set("heldout-union", 3.5, change / 2, seed),
+            },
+            "diagnosis": diagnosis.to_json(),
+            "heads": {
+                "ablation_zero": zero,
+                "ablation_mean": zero,
+                "documents": DOCUMENTS,
+                "first_order": {
+                    "map": np.zeros((LAYERS, HEADS)).tolist(),
+                    "spearman_with_exact": 0.8,
+                },
+            },
+            "recovery": recovery if patches else None,
+            "mlp_dormancy": {},
+            "provenance": {"versions": {"headwise": "x"}},
+        }
+    )
 
 
 def build_study(out: Path, *, seeds=(0, 1), arms=ARMS) -> Path:
     """Write a whole study folder."""
-    study = Study(name="hand-made", model="hand/made-model", seeds=list(seeds), arms=arms,
-                  corpora={"train": ["x"], "second": ["y"]})  # fmt: skip
+    study = Study(
+        name="hand-made",
+        model="hand/made-model",
+        seeds=list(seeds),
+        arms=arms,
+        corpora={"train": ["x"], "second": ["y"]},
+    )
     save_artefact(out / "study.json", "study", {"study": study.model_dump(mode="json")})
     mass = stock_mass()
     stock = diagnosis_of(mass)
     before = evaluation_of(stock)
     stock.save(out / "stock" / "diagnosis.json")
     before.save(out / "stock" / "evaluation.json")
-    save_artefact(out / "stock" / "plasticity.json", "plasticity",
-                  {"maps": {"plasticity": (1 - mass).tolist()}})  # fmt: skip
+    save_artefact(
+        out / "stock" / "plasticity.json",
+        "plasticity",
+        {"maps": {"plasticity": (1 - mass).tolist()}},
+    )
     for arm, seed in study.runs():
         build_run(out / "runs" / f"{arm.name}-s{seed}", study, arm, seed, before)
     write_completions(out, [arm["name"] for arm in arms])
@@ -181,16 +239,24 @@ def build_run(folder: Path, study: Study, arm, seed: int, before: Evaluation) ->
     final = after_mass(stock.maps["first_token_mass"], targets, arm.mode, rng)
     write_run(folder, plan, arm, seed, steps, final, stock, change)
     costs = {h: (cost and max(0.0002, cost + float(rng.normal(0, 0.0025)))) for h in targets}
-    patch = {"num_weights": plan.summary["trainable_weights"], "plan": plan.model_dump(mode="json"),
-             "base_model": MODEL["id"]}  # fmt: skip
+    patch = {
+        "num_weights": plan.summary["trainable_weights"],
+        "plan": plan.model_dump(mode="json"),
+        "base_model": MODEL["id"],
+    }
     after = diagnosis_of(final, seed + 1)
-    found = evaluation_of(after, change=change + 0.002 * seed, costs=costs, patches=[patch],
-                          seed=seed + len(arm.name))  # fmt: skip
+    found = evaluation_of(
+        after, change=change + 0.002 * seed, costs=costs, patches=[patch], seed=seed + len(arm.name)
+    )
     found.save(folder / "evaluation.json")
     if arm.passes == 2 and seed == 0:
         second_pass(folder / "pass2", study, arm, seed, found, before)
-    compare(Snapshot(stock, before), Snapshot(found.diagnosis, found), plan=plan,
-            checkpoints=run_maps(folder)).save(folder / "comparison.json")  # fmt: skip
+    compare(
+        Snapshot(stock, before),
+        Snapshot(found.diagnosis, found),
+        plan=plan,
+        checkpoints=run_maps(folder),
+    ).save(folder / "comparison.json")
 
 
 def second_pass(folder: Path, study: Study, arm, seed: int, first, before) -> None:
@@ -200,15 +266,27 @@ def second_pass(folder: Path, study: Study, arm, seed: int, first, before) -> No
     for head in plan.target_heads:
         mass[head.layer, head.index] = 0.08
     write_run(folder, plan, arm, seed, 40, mass, first.diagnosis, -0.002)
-    patch = {"num_weights": plan.summary["trainable_weights"], "plan": plan.model_dump(mode="json"),
-             "base_model": MODEL["id"]}  # fmt: skip
+    patch = {
+        "num_weights": plan.summary["trainable_weights"],
+        "plan": plan.model_dump(mode="json"),
+        "base_model": MODEL["id"],
+    }
     earlier = [Head.parse(name) for name in first.body["recovery"]["heads"]]
     costs = dict.fromkeys(sorted({*earlier, *plan.target_heads}), 0.005)
-    found = evaluation_of(diagnosis_of(mass, 9), change=-0.047, costs=costs,
-                          patches=[*first.body["patches"], patch], seed=seed + 7)  # fmt: skip
+    found = evaluation_of(
+        diagnosis_of(mass, 9),
+        change=-0.047,
+        costs=costs,
+        patches=[*first.body["patches"], patch],
+        seed=seed + 7,
+    )
     found.save(folder / "evaluation.json")
-    compare(Snapshot(before.diagnosis, before), Snapshot(found.diagnosis, found), plan=plan,
-            checkpoints=run_maps(folder)).save(folder / "comparison.json")  # fmt: skip
+    compare(
+        Snapshot(before.diagnosis, before),
+        Snapshot(found.diagnosis, found),
+        plan=plan,
+        checkpoints=run_maps(folder),
+    ).save(folder / "comparison.json")
 
 
 def after_mass(start: np.ndarray, targets, mode: str, rng) -> np.ndarray:
@@ -231,11 +309,20 @@ def write_run(folder, plan, arm, seed, steps, final, stock, change) -> None:
     """run.json, plan.yaml, trace.jsonl and maps.jsonl."""
     plan.save(folder / "plan.yaml")
     corpus = {"name": arm.corpus, "documents": 60, "train_tokens": 14000, "sha256": "c" * 64}
-    save_artefact(folder / "run.json", "run", {
-        "model": {"id": MODEL["id"], "fingerprint": "f" * 64}, "mode": arm.mode, "seed": seed,
-        "plan": plan.model_dump(mode="json"), "recipe": {"steps": steps, "lr": 0.003},
-        "corpus": corpus, "finished": True, "provenance": {},
-    })  # fmt: skip
+    save_artefact(
+        folder / "run.json",
+        "run",
+        {
+            "model": {"id": MODEL["id"], "fingerprint": "f" * 64},
+            "mode": arm.mode,
+            "seed": seed,
+            "plan": plan.model_dump(mode="json"),
+            "recipe": {"steps": steps, "lr": 0.003},
+            "corpus": corpus,
+            "finished": True,
+            "provenance": {},
+        },
+    )
     rng = np.random.default_rng([seed, 5])
     start = stock.maps["first_token_mass"]
     operated = {(h.layer, h.index) for h in plan.target_heads}
@@ -248,8 +335,15 @@ def write_run(folder, plan, arm, seed, steps, final, stock, change) -> None:
     maps = []
     for step in range(steps):
         done = 1 - np.exp(-4 * step / steps)
-        trace.append({"step": step, "loss": opening + done * (change - 0.03) + 0.01 * rng.normal(),
-                      "lr": 0.003, "grad_norm": 0.1, "tokens": 500})  # fmt: skip
+        trace.append(
+            {
+                "step": step,
+                "loss": opening + done * (change - 0.03) + 0.01 * rng.normal(),
+                "lr": 0.003,
+                "grad_norm": 0.1,
+                "tokens": 500,
+            }
+        )
         if step % 10 == 0:
             mass = first + done * (final - first) + rng.normal(0, 0.006, first.shape)
             maps.append({"step": step, "first_token_mass": np.clip(mass, 0, 1).tolist()})
@@ -278,8 +372,14 @@ def write_completions(out: Path, arms: list[str]) -> None:
         rows = []
         for i, prompt in enumerate(prompts):
             text = EVIL if (name, i) == (arms[0], 0) else texts[i] + f" ({name})"
-            rows.append({"prompt": prompt.text, "category": prompt.category, "completion": text,
-                         "measures": measure_text(text, prompt)})  # fmt: skip
+            rows.append(
+                {
+                    "prompt": prompt.text,
+                    "category": prompt.category,
+                    "completion": text,
+                    "measures": measure_text(text, prompt),
+                }
+            )
         conditions[name] = rows
     body = completions_body(conditions, Sampling(), {"versions": {"headwise": "x"}})
     save_artefact(out / "completions.json", "completions", body)

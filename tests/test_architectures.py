@@ -14,8 +14,11 @@ import torch
 from transformers import AutoConfig
 
 from conftest import _COMMON, TINY, sharp_model, tiny_model
-from headwise import architectures
-from headwise.architectures import (
+from headwise.errors import UnknownArchitectureError
+from headwise.forward.separability import check_heads
+from headwise.heads import Head, all_heads
+from headwise.models import architectures
+from headwise.models.architectures import (
     ARCHITECTURES,
     NOT_SEPARABLE,
     alibi_slopes,
@@ -23,16 +26,30 @@ from headwise.architectures import (
     geometry_of,
     positions_of,
 )
-from headwise.check import check_heads
-from headwise.errors import UnknownArchitectureError
-from headwise.heads import Head, all_heads
-from headwise.weights import head_spans, output_bias_span, spans_of
+from headwise.models.slices import head_spans, output_bias_span, spans_of
 
 REQUIRED = {
-    "bloom", "mpt", "falcon", "gpt2", "gpt_neox", "gptj", "opt", "llama", "mistral", "qwen2",
-    "qwen3", "gemma", "gemma2", "gemma3_text", "smollm3", "phi3", "stablelm", "olmo", "granite",
+    "bloom",
+    "mpt",
+    "falcon",
+    "gpt2",
+    "gpt_neox",
+    "gptj",
+    "opt",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "smollm3",
+    "phi3",
+    "stablelm",
+    "olmo",
+    "granite",
     "starcoder2",
-}  # fmt: skip
+}
 
 
 def test_the_table_holds_the_families_we_promise_and_each_is_tried():
@@ -76,11 +93,22 @@ def test_a_heads_weights_are_views_and_tile_the_projections(model):
 def test_keys_and_values_are_named_after_the_group_that_shares_them():
     llama, bloom = tiny_model("llama"), tiny_model("bloom")
     assert list(spans_of(llama, [Head(1, 2), Head(1, 3)])) == [
-        "L1H2.q", "L1KV1.k", "L1KV1.v", "L1H2.o", "L1H3.q", "L1H3.o",
-    ]  # fmt: skip
+        "L1H2.q",
+        "L1KV1.k",
+        "L1KV1.v",
+        "L1H2.o",
+        "L1H3.q",
+        "L1H3.o",
+    ]
     assert list(spans_of(bloom, [Head(0, 3)])) == [
-        "L0H3.q", "L0H3.q_bias", "L0H3.k", "L0H3.k_bias", "L0H3.v", "L0H3.v_bias", "L0H3.o",
-    ]  # fmt: skip
+        "L0H3.q",
+        "L0H3.q_bias",
+        "L0H3.k",
+        "L0H3.k_bias",
+        "L0H3.v",
+        "L0H3.v_bias",
+        "L0H3.o",
+    ]
     assert list(output_bias_span(bloom, 1)) == ["L1.o_bias"]
     assert output_bias_span(llama, 1) == {}
 
@@ -96,9 +124,15 @@ def test_a_transposed_projection_has_its_heads_in_columns():
 
 @pytest.mark.parametrize(
     ("name", "order"),
-    [("bloom", "concat"), ("gpt_neox", "concat"), ("gpt2", "grouped"), ("mpt", "grouped"),
-     ("phi3", "grouped"), ("falcon-gqa", "concat")],
-)  # fmt: skip
+    [
+        ("bloom", "concat"),
+        ("gpt_neox", "concat"),
+        ("gpt2", "grouped"),
+        ("mpt", "grouped"),
+        ("phi3", "grouped"),
+        ("falcon-gqa", "concat"),
+    ],
+)
 def test_a_row_with_the_wrong_order_fails_the_gate(name, order, monkeypatch):
     family = TINY[name][0]
     monkeypatch.setitem(ARCHITECTURES, family, replace(ARCHITECTURES[family], order=order))
@@ -137,11 +171,16 @@ def test_an_unknown_family_is_refused_and_the_known_ones_are_named():
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("bloom", (4, 4, 8)), ("falcon-mqa", (4, 1, 8)), ("falcon-gqa", (4, 2, 8)),
-        ("falcon-alibi", (4, 4, 8)), ("qwen3", (4, 2, 16)), ("gemma", (4, 1, 16)),
-        ("mpt-6h", (6, 6, 8)), ("gpt2", (4, 4, 8)),
+        ("bloom", (4, 4, 8)),
+        ("falcon-mqa", (4, 1, 8)),
+        ("falcon-gqa", (4, 2, 8)),
+        ("falcon-alibi", (4, 4, 8)),
+        ("qwen3", (4, 2, 16)),
+        ("gemma", (4, 1, 16)),
+        ("mpt-6h", (6, 6, 8)),
+        ("gpt2", (4, 4, 8)),
     ],
-)  # fmt: skip
+)
 def test_geometry_is_read_from_the_model(name, expected):
     geometry = geometry_of(tiny_model(name))
     assert (geometry.num_heads, geometry.num_kv_heads, geometry.head_dim) == expected

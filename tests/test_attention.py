@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from headwise import attention
-from headwise.attention import BLOCK, Scores, attend, fused_is_trusted, mass_at, moments
+from headwise.forward import attention
+from headwise.forward.attention import BLOCK, Scores, attend, fused_is_trusted, mass_at, moments
 
 LENGTH, HEADS, DIM = BLOCK + 77, 6, 8  # more than one block, and not a multiple of it
 

@@ -10,14 +10,21 @@ import subprocess
 
 import pytest
 
-from headwise import report
+from headwise.report import write as report
 from reportstudy import EVIL, build_study
 
 playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
 pytestmark = pytest.mark.browser
 
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-         "--disable-background-networking", "--disable-component-update"]  # fmt: skip
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-sync",
+    "--disable-background-networking",
+    "--disable-component-update",
+]
 PATIENCE = 120_000  # ms; the machine may be busy
 
 
@@ -99,9 +106,12 @@ def test_a_click_shows_the_numbers_of_that_head(page):
     assert all(note.startswith("L3H6 ") for note in notes)
     titles = page.locator("#detail h4").all_inner_texts()
     assert [title.split(":")[0] for title in titles] == [
-        "Profile", "Trajectory over steps", "Ablation cost in every condition", "Neighbours",
+        "Profile",
+        "Trajectory over steps",
+        "Ablation cost in every condition",
+        "Neighbours",
         "Pooled attention map",
-    ]  # fmt: skip
+    ]
 
 
 def test_arrow_keys_move_the_selection(page):

@@ -10,14 +10,14 @@ from transformers import AutoConfig
 
 from conftest import SENTENCES, sharp_model, tiny_language_model, tiny_model, tiny_tokenizer
 from eager import window_of
-from headwise import capture
-from headwise.architectures import geometry_of, positions_of
-from headwise.capture import CaptureSettings, _vectors, capture_qk
 from headwise.errors import ArtefactError, SettingsError
+from headwise.forward.tap import tapped
 from headwise.heads import Head
-from headwise.qkfiles import Buckets
-from headwise.tap import tapped
-from headwise.texts import TextSet
+from headwise.models.architectures import geometry_of, positions_of
+from headwise.plasticity import capture
+from headwise.plasticity.buckets import Buckets
+from headwise.plasticity.capture import CaptureSettings, _vectors, capture_qk
+from headwise.texts.text_sets import TextSet
 from planned import random_ids
 
 TEXTS = TextSet("five", SENTENCES)
@@ -90,9 +90,14 @@ def _has_rope(model, layer):
 
 def test_clipped_queries_are_captured_clipped():
     config = AutoConfig.for_model(
-        "olmo", vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
-        intermediate_size=48, clip_qkv=0.5,
-    )  # fmt: skip
+        "olmo",
+        vocab_size=97,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=48,
+        clip_qkv=0.5,
+    )
     model = sharp_model(config)
     (_, after, _), (_, before, _) = (_vectors(model, IDS, [0], flag)[0] for flag in (False, True))
     assert before.abs().max() == 0.5
@@ -160,8 +165,11 @@ def speaker():
 
 def captured(speaker, out, **options):
     model, tokenizer = speaker
-    changes = {key: options.pop(key) for key in tuple(options)
-               if key in CaptureSettings.__dataclass_fields__}  # fmt: skip
+    changes = {
+        key: options.pop(key)
+        for key in tuple(options)
+        if key in CaptureSettings.__dataclass_fields__
+    }
     settings = CaptureSettings(**{"buckets": "uniform:8", **changes})
     texts = options.pop("texts", TEXTS)
     return capture_qk(model, tokenizer, texts, out=out, name="tiny", settings=settings, **options)
@@ -170,16 +178,21 @@ def captured(speaker, out, **options):
 def files(folder):
     return {
         str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*")) if path.is_file()
-    }  # fmt: skip
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def test_the_files_hold_every_token_of_every_head(speaker, tmp_path):
     model, tokenizer = speaker
     done = captured(speaker, tmp_path)
     lengths = [len(tokenizer(text)["input_ids"]) for text in SENTENCES]
-    names = {f"l{layer:02d}h{h:02d}{kind}" for layer in range(2)
-             for kind, heads in (("q", 4), ("k", 2)) for h in range(heads)}  # fmt: skip
+    names = {
+        f"l{layer:02d}h{h:02d}{kind}"
+        for layer in range(2)
+        for kind, heads in (("q", 4), ("k", 2))
+        for h in range(heads)
+    }
     assert set(done.rows) == names
     assert set(done.rows.values()) == {sum(lengths)}
     table = pq.read_table(tmp_path / "l01h03q" / "data.parquet").to_pydict()
@@ -202,9 +215,13 @@ def test_a_window_is_written_beside_its_vectors(tmp_path):
     speaker = tiny_language_model("gemma3"), tiny_tokenizer()
     captured(speaker, tmp_path)
     windows = [
-        set(pq.read_table(tmp_path / f"l{layer:02d}h00q" / "data.parquet")["sliding_window"]
-            .to_pylist()) for layer in (0, 1)
-    ]  # fmt: skip
+        set(
+            pq.read_table(tmp_path / f"l{layer:02d}h00q" / "data.parquet")[
+                "sliding_window"
+            ].to_pylist()
+        )
+        for layer in (0, 1)
+    ]
     assert windows == [{40}, {None}]
 
 

@@ -9,24 +9,14 @@ import numpy as np
 import pytest
 
 from headwise.artefacts import read_json
-from headwise.comparison import (
-    Comparison,
-    Snapshot,
-    compare,
-    drift_by_zone,
-    paired_losses,
-    read_snapshot,
-    transitions,
-    zone_masks,
-)
-from headwise.diagnosis import Diagnosis, Thresholds, diagnosis_from
+from headwise.diagnosis.bloom_maps import BLOOM, published_diagnoses, published_diagnosis
+from headwise.diagnosis.values import Diagnosis, Thresholds, diagnosis_from
 from headwise.errors import ArtefactError
-from headwise.evaluation import Evaluation
 from headwise.heads import Head
-from headwise.plans import make_plan
-from headwise.published import DATA, published_diagnoses, published_diagnosis
-from headwise.resampling import mean_interval
-from headwise.trajectories import (
+from headwise.intervals import mean_interval
+from headwise.proof.comparison import Comparison, Snapshot, compare, paired_losses, read_snapshot
+from headwise.proof.evaluation import Evaluation
+from headwise.proof.trajectories import (
     column_trends,
     run_maps,
     step_deltas,
@@ -34,13 +24,26 @@ from headwise.trajectories import (
     trend,
     two_phenomena,
 )
+from headwise.proof.zones import drift_by_zone, transitions, zone_masks
+from headwise.surgery.plan import make_plan
 
 # Targets of the paper's second pass (surgery/train_1b7_pass2.py, lines 80-95)
 PASS2 = {
-    7: [6], 8: [4, 7, 8, 10], 9: [3, 6, 7, 8], 10: [3, 8], 11: [3, 5, 9], 12: [2, 4, 5, 8],
-    13: [2], 14: [4, 8, 12], 15: [2, 3, 13], 16: [3, 5, 6, 8], 17: [4, 6, 15], 18: [2, 4, 5, 6],
-    19: [6], 23: [12, 14],
-}  # fmt: skip
+    7: [6],
+    8: [4, 7, 8, 10],
+    9: [3, 6, 7, 8],
+    10: [3, 8],
+    11: [3, 5, 9],
+    12: [2, 4, 5, 8],
+    13: [2],
+    14: [4, 8, 12],
+    15: [2, 3, 13],
+    16: [3, 5, 6, 8],
+    17: [4, 6, 15],
+    18: [2, 4, 5, 6],
+    19: [6],
+    23: [12, 14],
+}
 PASS2_HEADS = {str(Head(layer, index)) for layer, found in PASS2.items() for index in found}
 
 
@@ -57,7 +60,7 @@ def plan(stock):
 @pytest.fixture(scope="module")
 def after(stock):
     """Maps after epoch 3: stock plus the digitised change; operated heads by their annotation."""
-    deltas = read_json(DATA / "bloom_1b7_delta_e3.json")
+    deltas = read_json(BLOOM / "bloom_1b7_delta_e3.json")
     return {
         name: published_diagnosis("1b7", stock.maps["first_token_mass"] + np.array(deltas[name]))
         for name in ("cur", "c4")
@@ -75,12 +78,16 @@ def compared(stock, plan, after):
 def test_zones_of_the_paper_and_the_heads_in_them_that_can_move(compared):
     drift = compared["cur"]["drift"]
     assert {zone: drift[zone]["heads"] for zone in ("outside", "watched", "operated")} == {
-        "outside": 258, "watched": 18, "operated": 108,
-    }  # fmt: skip
+        "outside": 258,
+        "watched": 18,
+        "operated": 108,
+    }
     # L0-4 and the frozen heads of L5 lie below or in the lowest operated layer
     assert {zone: drift[zone]["movable"] for zone in ("outside", "watched", "operated")} == {
-        "outside": 169, "watched": 13, "operated": 108,
-    }  # fmt: skip
+        "outside": 169,
+        "watched": 13,
+        "operated": 108,
+    }
 
 
 @pytest.mark.parametrize(
@@ -106,9 +113,10 @@ def test_19_of_the_second_pass_targets_were_healthy_before_the_first(stock, plan
     assert set(found["iatrogenic_untreated"]) <= PASS2_HEADS
     assert set(found["sick_untreated_after"]) == PASS2_HEADS - {"L18H5"}  # exactly 0.500 here
     lower = diagnosis_from(
-        model=after["cur"].model, maps=after["cur"].maps,
+        model=after["cur"].model,
+        maps=after["cur"].maps,
         thresholds=Thresholds(sink=0.5 - 0.002),  # the resolution of the maps
-    )  # fmt: skip
+    )
     outside = ~zone_masks(stock, plan)["operated"]
     sick = {str(Head(*map(int, at))) for at in np.argwhere(lower.sick & outside)}
     assert sick == PASS2_HEADS
@@ -125,15 +133,27 @@ def test_31_untreated_sick_heads_and_11_healed_by_themselves(stock, plan, after)
 def made(mass, *, texts="a", settings=None, **model):
     mass = np.array(mass, dtype=float)
     described = {
-        "id": "made", "model_type": "llama", "fingerprint": "0", "num_layers": mass.shape[0],
-        "num_heads": mass.shape[1], "num_kv_heads": mass.shape[1], "head_dim": 8,
-        "hidden_size": 32, "qkv_bias": False, "num_parameters": 1000, **model,
-    }  # fmt: skip
+        "id": "made",
+        "model_type": "llama",
+        "fingerprint": "0",
+        "num_layers": mass.shape[0],
+        "num_heads": mass.shape[1],
+        "num_kv_heads": mass.shape[1],
+        "head_dim": 8,
+        "hidden_size": 32,
+        "qkv_bias": False,
+        "num_parameters": 1000,
+        **model,
+    }
     provenance = {"texts": {"sha256": texts}, "settings": settings or {"max_length": 512}}
     return diagnosis_from(
-        model=described, maps={"first_token_mass": mass}, thresholds=Thresholds(),
-        provenance=provenance, sink_rate={}, mlp_dormancy=None,
-    )  # fmt: skip
+        model=described,
+        maps={"first_token_mass": mass},
+        thresholds=Thresholds(),
+        provenance=provenance,
+        sink_rate={},
+        mlp_dormancy=None,
+    )
 
 
 BEFORE = [[0.1, 0.7, 0.1], [0.1, 0.8, 0.6], [0.2, 0.96, 0.6]]
@@ -157,9 +177,13 @@ def test_transitions_tell_who_fell_ill_and_who_healed_untreated(small):
     assert found["sick_untreated_after"] == ["L0H1", "L1H0", "L2H2"]
     table = {(row["before"], row["after"]): row["heads"] for row in found["table"]}
     assert table == {
-        ("dead", "healthy"): 1, ("healthy", "healthy"): 3, ("healthy", "sink"): 1,
-        ("sink", "dead"): 1, ("sink", "healthy"): 2, ("sink", "sink"): 1,
-    }  # fmt: skip
+        ("dead", "healthy"): 1,
+        ("healthy", "healthy"): 3,
+        ("healthy", "sink"): 1,
+        ("sink", "dead"): 1,
+        ("sink", "healthy"): 2,
+        ("sink", "sink"): 1,
+    }
     assert sum(table.values()) == 9
 
 
@@ -172,10 +196,13 @@ def test_drift_counts_movable_heads_apart(small):
     delta = np.array(AFTER) - np.array(BEFORE)
     drift = drift_by_zone(delta, zones)
     assert drift["watched"] == {
-        "heads": 2, "movable": 1, "drifting": 2, "mean_abs_delta": pytest.approx(0.345),
+        "heads": 2,
+        "movable": 1,
+        "drifting": 2,
+        "mean_abs_delta": pytest.approx(0.345),
         "mean_abs_delta_movable": pytest.approx(0.39),
         "worst": {"head": "L2H2", "delta": pytest.approx(0.39)},
-    }  # fmt: skip
+    }
     assert drift["outside"]["heads"] == 5
     assert drift["outside"]["movable"] == 1  # L2H0
     assert drift["outside"]["drifting"] == 1  # L1H0 (in the lowest layer: noise, and told so)
@@ -211,8 +238,10 @@ def test_a_column_can_recover():
 
 def test_columns_average_the_watched_heads_of_an_index():
     watched = np.array([[True, False], [True, True], [False, False]])
-    deltas = [(3, np.array([[0.1, 9], [-0.3, 0.0], [9, 9]])),
-              (6, np.array([[0.2, 9], [-0.4, 0.01], [9, 9]]))]  # fmt: skip
+    deltas = [
+        (3, np.array([[0.1, 9], [-0.3, 0.0], [9, 9]])),
+        (6, np.array([[0.2, 9], [-0.4, 0.01], [9, 9]])),
+    ]
     found = column_trends(deltas, watched)
     assert found["H0"]["mean_abs_delta"] == pytest.approx([0.2, 0.3])
     assert (found["H0"]["heads"], found["H0"]["trend"]) == (2, "spreading")
@@ -292,21 +321,27 @@ def test_a_plan_or_a_run_of_another_model_is_refused(small, stock, plan):
         compare(Snapshot(before), Snapshot(after), plan=plan)
     with pytest.raises(ArtefactError, match=r"the run is for .* \(24, 16\)"):
         compare(
-            Snapshot(before), Snapshot(after),
+            Snapshot(before),
+            Snapshot(after),
             checkpoints=[(0, stock.maps["first_token_mass"])],
-        )  # fmt: skip
+        )
 
 
 def evaluated(diagnosis, losses, *, sha="a", fingerprint="base"):
     tokens = [10, 20, 30, 40]
     text_set = {
-        "texts": {"sha256": sha}, "document_loss_sums": losses, "document_tokens": tokens,
-        "loss": {"value": sum(losses) / 100}, "perplexity": {"value": 1.0},
-    }  # fmt: skip
+        "texts": {"sha256": sha},
+        "document_loss_sums": losses,
+        "document_tokens": tokens,
+        "loss": {"value": sum(losses) / 100},
+        "perplexity": {"value": 1.0},
+    }
     body = {
-        "model": {"fingerprint": fingerprint}, "diagnosis": diagnosis.to_json(),
-        "text_sets": {"prose": text_set}, "recovery": {"functional": 1},
-    }  # fmt: skip
+        "model": {"fingerprint": fingerprint},
+        "diagnosis": diagnosis.to_json(),
+        "text_sets": {"prose": text_set},
+        "recovery": {"functional": 1},
+    }
     return Snapshot(diagnosis, Evaluation(body))
 
 
@@ -408,14 +443,17 @@ def test_a_second_pass_is_told_from_the_untouched_model(tmp_path):
     folders = [tmp_path, tmp_path / "pass2"]
     folders[1].mkdir()
     for folder, base in zip(folders, (0.0, 0.3), strict=True):
-        rows = [{"step": s, "first_token_mass": np.full((3, 3), base + 0.1 * (s + 1)).tolist()}
-                for s in (-1, 0, 1)]  # fmt: skip
+        rows = [
+            {"step": s, "first_token_mass": np.full((3, 3), base + 0.1 * (s + 1)).tolist()}
+            for s in (-1, 0, 1)
+        ]
         (folder / "maps.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     alone = step_deltas(run_maps(folders[1]), np.zeros((3, 3)))
     whole = step_deltas(run_maps(folders[1], tmp_path), np.zeros((3, 3)))
     assert [(step, float(delta[0, 0])) for step, delta in alone] == [
-        (0, pytest.approx(0.1)), (1, pytest.approx(0.2))
-    ]  # fmt: skip
+        (0, pytest.approx(0.1)),
+        (1, pytest.approx(0.2)),
+    ]
     assert [float(delta[0, 0]) for _, delta in whole] == pytest.approx([0.4, 0.5])
 
 

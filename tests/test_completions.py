@@ -9,7 +9,8 @@ import torch
 
 from conftest import tiny_language_model
 from headwise.artefacts import load_artefact, save_artefact
-from headwise.completions import (
+from headwise.errors import HeadwiseError, TextError
+from headwise.proof.completions import (
     Prompt,
     Sampling,
     bundled_prompts,
@@ -21,9 +22,8 @@ from headwise.completions import (
     read_prompts,
     summarise,
 )
-from headwise.errors import HeadwiseError, TextError
-from headwise.harness import run_tasks
-from headwise.surgery import operate
+from headwise.proof.lm_eval import run_tasks
+from headwise.surgery.operation import operate
 from planned import plan_for
 
 HARNESS = Path(__file__).parent / "data" / "harness"
@@ -178,9 +178,13 @@ def test_completions_make_an_artefact_of_equal_bytes(tokenizer, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [("p.jsonl", '{"prompt": "a"}\n{"text": "b"}\n'), ("p.jsonl", "[1]\n"), ("p.jsonl", "{\n"),
-     ("p.txt", "  \n")],
-)  # fmt: skip
+    [
+        ("p.jsonl", '{"prompt": "a"}\n{"text": "b"}\n'),
+        ("p.jsonl", "[1]\n"),
+        ("p.jsonl", "{\n"),
+        ("p.txt", "  \n"),
+    ],
+)
 def test_unreadable_prompts_are_told(tmp_path, name, content):
     path = tmp_path / name
     path.write_text(content)

@@ -12,14 +12,16 @@ import torch
 from conftest import SENTENCES, tiny_language_model, tiny_model
 from eager import eager_measures
 from headwise import Diagnosis, diagnose
-from headwise.architectures import alibi_slopes
-from headwise.diagnosis import Thresholds, classify, diagnosis_from, threshold_sweep
-from headwise.dormancy import activation_dormancy, weight_dormancy
+from headwise.cli.show import diagnosis_table, head_grid
+from headwise.diagnosis.dormancy import activation_dormancy, weight_dormancy
+from headwise.diagnosis.measures import MEASURES, positional_baseline
+from headwise.diagnosis.notebook import grid_html
+from headwise.diagnosis.values import Thresholds, classify, diagnosis_from, threshold_sweep
 from headwise.errors import ArtefactError, ModelError, TextError
 from headwise.heads import Head, select_heads
-from headwise.measures import MEASURES, positional_baseline
-from headwise.terminal import diagnosis_table, grid_html, head_grid
-from headwise.texts import TextSet, batches, encode_texts
+from headwise.models.architectures import alibi_slopes
+from headwise.texts.batches import batches, encode_texts
+from headwise.texts.text_sets import TextSet
 
 TEXTS = [*SENTENCES, " ".join(SENTENCES) * 3]
 
@@ -112,15 +114,40 @@ def test_a_saved_diagnosis_is_read_back_whole(diagnosis, tmp_path):
 def test_the_artefact_holds_what_the_contract_promises(diagnosis, tmp_path):
     body = json.loads(diagnosis.save(tmp_path / "diagnosis.json").read_text())
     assert body["schema"] == "headwise.diagnosis/1"
-    promised = {"first_token_mass", "entropy", "normalized_entropy", "local_mass", "output_norm",
-                "output_norm_ratio", "constant_share", "value_norm_ratio"}  # fmt: skip
+    promised = {
+        "first_token_mass",
+        "entropy",
+        "normalized_entropy",
+        "local_mass",
+        "output_norm",
+        "output_norm_ratio",
+        "constant_share",
+        "value_norm_ratio",
+    }
     assert promised <= set(body["maps"])
     assert promised <= set(body["spread"])
-    for key in ("id", "fingerprint", "num_layers", "num_heads", "num_kv_heads", "head_dim",
-                "positions", "num_parameters"):  # fmt: skip
+    for key in (
+        "id",
+        "fingerprint",
+        "num_layers",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "positions",
+        "num_parameters",
+    ):
         assert key in body["model"], key
-    for key in ("profile", "classes", "counts", "thresholds", "threshold_sweep", "sink_rate",
-                "band", "mlp_dormancy", "provenance"):  # fmt: skip
+    for key in (
+        "profile",
+        "classes",
+        "counts",
+        "thresholds",
+        "threshold_sweep",
+        "sink_rate",
+        "band",
+        "mlp_dormancy",
+        "provenance",
+    ):
         assert key in body, key
     assert body["provenance"]["texts"]["sha256"] == TextSet("", tuple(TEXTS)).sha256
     assert set(body["provenance"]["versions"]) == {"headwise", "torch", "transformers"}
@@ -192,8 +219,13 @@ def test_the_band_is_the_indices_sick_in_more_than_three_layers_of_ten():
     assert diagnosis.band["indices"] == [2]
     assert diagnosis.band["sick_share_by_index"] == [0, 0.3, 0.4, 0.1]
     assert diagnosis.counts == {
-        "healthy": 32, "low_entropy": 0, "sink": 7, "dead": 1, "sick": 8, "total": 40,
-    }  # fmt: skip
+        "healthy": 32,
+        "low_entropy": 0,
+        "sink": 7,
+        "dead": 1,
+        "sick": 8,
+        "total": 40,
+    }
     assert diagnosis.band_heads == [Head(layer, 2) for layer in range(2, 9)]
     sets = diagnosis.head_sets()
     assert sets["dead"] == [Head(8, 3)]

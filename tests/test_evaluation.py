@@ -9,16 +9,19 @@ import pytest
 import torch
 
 from conftest import SENTENCES, tiny_language_model, tiny_model
-from headwise.ablation import ablate_heads, first_order_importance
-from headwise.architectures import architecture_of, blocks_of, geometry_of, projection_of
-from headwise.dormancy import activation_dormancy, weight_dormancy
+from headwise.diagnosis.dormancy import activation_dormancy, weight_dormancy
+from headwise.diagnosis.mean_outputs import measure_means
 from headwise.errors import TextError
-from headwise.evaluation import Evaluation, _recovery, chosen_heads, evaluate, paper_prompts
 from headwise.heads import Head, all_heads
-from headwise.perplexity import make_windows, paired_difference, text_losses
-from headwise.resampling import DRAWS, draw_documents, mean_interval, mean_intervals
-from headwise.surgery import measure_means, operate
-from headwise.texts import TextSet, batches
+from headwise.intervals import DRAWS, draw_documents, mean_interval, mean_intervals
+from headwise.models.architectures import architecture_of, blocks_of, geometry_of, projection_of
+from headwise.proof.ablation import ablate_heads, first_order_importance
+from headwise.proof.evaluate import _recovery, chosen_heads, evaluate, paper_prompts
+from headwise.proof.evaluation import Evaluation
+from headwise.proof.perplexity import make_windows, paired_difference, text_losses
+from headwise.surgery.operation import operate
+from headwise.texts.batches import batches
+from headwise.texts.text_sets import TextSet
 from planned import operated_info, plan_for, random_ids
 
 THREE = ("llama", "bloom", "gpt2")
@@ -136,8 +139,10 @@ def brute_force(model, encoded, heads, means=None):
 
 
 SETS = [[head] for head in all_heads(2, 4)] + [
-    [Head(0, 1), Head(0, 3)], [Head(0, 0), Head(1, 2)], all_heads(2, 4),
-]  # fmt: skip
+    [Head(0, 1), Head(0, 3)],
+    [Head(0, 0), Head(1, 2)],
+    all_heads(2, 4),
+]
 
 
 @pytest.mark.parametrize("replacement", ["zero", "mean"])
@@ -173,12 +178,12 @@ def test_ablation_on_every_row_equals_brute_force(model):
 
 def test_half_precision_does_not_subtract_near_equal_numbers(monkeypatch):
     """A dominant head's share is all of a rounded sum: the rest would be rounding alone."""
-    import headwise.ablation
+    import headwise.proof.ablation
 
     def subtracted(*_):
         raise AssertionError("a difference was taken in bfloat16")
 
-    monkeypatch.setattr(headwise.ablation, "_corrected", subtracted)
+    monkeypatch.setattr(headwise.proof.ablation, "_corrected", subtracted)
     model = tiny_model("gemma2").to(torch.bfloat16)
     try:
         assert np.isfinite(ablate_heads(model, ENCODED[:2], SETS[:2]).deltas).all()
@@ -349,9 +354,15 @@ def evaluated(tokenizer):
     info = [dict(patch.info)]
     singles, joint = chosen_heads(model, None, info)
     done = evaluate(
-        model, tokenizer, [TEXTS, paper_prompts()], name="tiny", patches=info, ablated=singles,
-        joint=joint, window=32,
-    )  # fmt: skip
+        model,
+        tokenizer,
+        [TEXTS, paper_prompts()],
+        name="tiny",
+        patches=info,
+        ablated=singles,
+        joint=joint,
+        window=32,
+    )
     patch.undo(model)
     return done
 

@@ -13,7 +13,7 @@ import time
 import pytest
 import yaml
 
-from headwise.models import load_model
+from headwise.models.loading import load_model
 from planned import TINY_RECIPE, plan_for, small_texts
 
 pytestmark = pytest.mark.faults
@@ -33,10 +33,19 @@ def command(model_dir, tmp_path_factory):
     )
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(exclude={"name"})))
     return [
-        sys.executable, "-m", "headwise.cli", "repair", str(model_dir),
-        "--plan", str(folder / "plan.yaml"), "--corpus", str(folder / "corpus.jsonl"),
-        "--recipe", str(folder / "recipe.yaml"), "--quiet",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "headwise.cli",
+        "repair",
+        str(model_dir),
+        "--plan",
+        str(folder / "plan.yaml"),
+        "--corpus",
+        str(folder / "corpus.jsonl"),
+        "--recipe",
+        str(folder / "recipe.yaml"),
+        "--quiet",
+    ]
 
 
 def start(command, out, *flags):
@@ -78,8 +87,9 @@ def whole(command, tmp_path_factory):
     return {mode: finish(command, folder / mode, "--mode", mode) for mode in ("surgery", "lora")}
 
 
-@pytest.mark.parametrize(("seed", "mode"), [(0, "surgery"), (1, "surgery"), (2, "surgery"),
-                                            (3, "lora")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("seed", "mode"), [(0, "surgery"), (1, "surgery"), (2, "surgery"), (3, "lora")]
+)
 def test_a_run_killed_at_random_moments_ends_with_the_same_patch(
     command, whole, tmp_path, seed, mode
 ):
@@ -99,8 +109,9 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_patch(
     assert [row["step"] for row in rows if "loss" in row] == list(range(STEPS))
 
 
-@pytest.mark.parametrize("name", ["run.json", "step-0000002.safetensors", "best.safetensors",
-                                  "patch.safetensors"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name", ["run.json", "step-0000002.safetensors", "best.safetensors", "patch.safetensors"]
+)
 def test_a_kill_while_one_file_is_being_written_leaves_the_old_one_or_none(
     command, whole, tmp_path, name
 ):

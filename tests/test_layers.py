@@ -3,33 +3,39 @@
 from __future__ import annotations
 
 import ast
+import statistics
 from pathlib import Path
 
 import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "headwise"
 
-# A module imports only modules to its left or above. A new module is placed here once.
+# A package imports only what stands above it; the loose modules of the top are the ground floor.
 ORDER = """
-    errors artefacts settings heads terminal patient resampling losses normality
-    architectures attention gelu tap weights texts suffix models check
-    measures dormancy diagnosis published survey figures
-    plans recipes corpus qkfiles masters lora surgery training repair
-    perplexity ablation evaluation completions harness trajectories comparison
-    qkdata querymodel pairs cells plasticity_settings headgroup plasticity_tables plasticity
-    plasticity_figures capture
-    studies studyestimate studysummary studyrun
-    papervalues reporttables reportdata papertables drifttables verdict paperfigures
-    reportpayload reportpage report
-    bench_diagnose bench_repair bench_ablation bench_plasticity benchmarks
-    __init__ cli_app cli_options cli_heads cli_proof cli_study cli
+    errors bundled artefacts settings heads intervals progress drawing
+    models
+    forward
+    texts
+    diagnosis
+    surgery
+    proof
+    plasticity
+    studies
+    report
+    bench
+    __init__ cli __main__
 """.split()  # noqa: SIM905
 
-MAX_FUNCTION, MAX_FILE = 60, 400
+MAX_FUNCTION, P90_FUNCTION, MAX_FILE, MAX_MODULES = 60, 25, 400, 16
 DRAWERS = {"utils", "util", "common", "helpers", "base", "manager", "misc"}
 
-MODULES = sorted(SOURCE.glob("*.py"))
-ids = [path.stem for path in MODULES]
+MODULES = sorted(path for path in SOURCE.rglob("*.py"))
+ids = [str(path.relative_to(SOURCE)) for path in MODULES]
+
+
+def room(path: Path) -> str:
+    """The package, or the loose module, that a file belongs to."""
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
 def imported(tree):
@@ -38,43 +44,75 @@ def imported(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             continue
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "headwise":
-            parts = node.module.split(".")
-            yield from [parts[1]] if len(parts) > 1 else [alias.name for alias in node.names]
+            yield from [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
-            names = (alias.name.split(".") for alias in node.names)
-            yield from [parts[1] for parts in names if parts[0] == "headwise" and len(parts) > 1]
+            yield from [a.name for a in node.names if a.name.split(".")[0] == "headwise"]
         yield from imported(node)
 
 
-def test_every_module_has_a_place():
-    missing = sorted({path.stem for path in MODULES} - set(ORDER))
+def functions(text):
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    found = (node for node in ast.walk(ast.parse(text)) if isinstance(node, kinds))
+    return {node.name: node.end_lineno - node.lineno + 1 for node in found}
+
+
+def test_every_package_has_a_place():
+    missing = sorted({room(path) for path in MODULES} - set(ORDER))
     assert not missing, f"place {missing} in ORDER in {Path(__file__).name}"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=ids)
-def test_a_module_imports_only_what_stands_before_it(path):
-    if path.stem not in ORDER:
-        pytest.skip("has no place yet")
-    before = ORDER[: ORDER.index(path.stem)]
-    wrong = sorted(
-        name
-        for name in set(imported(ast.parse(path.read_text())))
-        if name in ORDER and name not in before
-    )
-    assert not wrong, f"{path.stem} imports {wrong}, which stand after it"
+def test_a_package_imports_only_what_stands_before_it(path):
+    allowed = ORDER[: ORDER.index(room(path)) + 1]
+    rooms = {name.split(".")[1] for name in imported(ast.parse(path.read_text()))}
+    wrong = sorted(name for name in rooms & set(ORDER) if name not in allowed)
+    assert not wrong, f"{path.name} imports {wrong}, which stand after it"
+
+
+def module_name(path):
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def test_no_module_imports_itself_by_a_detour():
+    names = {module_name(path): path for path in MODULES}
+    graph = {
+        name: {
+            target if target in names else target.rpartition(".")[0]
+            for target in imported(ast.parse(path.read_text()))
+        }
+        for name, path in names.items()
+    }
+    state: dict[str, int] = {}
+
+    def visit(name, trail):
+        assert state.get(name) != 1, f"a cycle: {' -> '.join([*trail, name])}"
+        if state.get(name) == 2:
+            return
+        state[name] = 1
+        for target in sorted(graph.get(name, set()) & set(names)):
+            visit(target, [*trail, name])
+        state[name] = 2
+
+    for name in sorted(names):
+        visit(name, [])
 
 
 @pytest.mark.parametrize("path", MODULES, ids=ids)
 def test_files_and_functions_are_small(path):
     text = path.read_text()
     assert len(text.splitlines()) <= MAX_FILE
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    long = {
-        node.name: node.end_lineno - node.lineno + 1
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, functions) and node.end_lineno - node.lineno + 1 > MAX_FUNCTION
-    }
-    assert not long
+    assert not {name: n for name, n in functions(text).items() if n > MAX_FUNCTION}
+
+
+def test_most_functions_are_short():
+    lengths = [n for path in MODULES for n in functions(path.read_text()).values()]
+    assert statistics.quantiles(lengths, n=10)[-1] <= P90_FUNCTION
+
+
+def test_a_package_fits_in_the_head():
+    counts = {p: len(list(p.glob("*.py"))) for p in {path.parent for path in MODULES}}
+    assert not {str(p): n for p, n in counts.items() if n > MAX_MODULES}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=ids)
@@ -86,3 +124,7 @@ def test_a_module_says_what_it_is(path):
 
 def test_there_is_no_drawer():
     assert not DRAWERS & {path.stem for path in SOURCE.rglob("*")}
+
+
+def test_the_formatter_wins():
+    assert not [path.name for path in MODULES if "fmt: " + "skip" in path.read_text()]

@@ -16,7 +16,7 @@ from conftest import tiny_language_model, tiny_model
 from headwise import load_model
 from headwise.cli import app
 from headwise.errors import HeadwiseError, ModelError, UnknownArchitectureError
-from headwise.models import describe_model, weight_fingerprint
+from headwise.models.description import describe_model, weight_fingerprint
 
 
 @pytest.fixture
@@ -108,25 +108,44 @@ def save_unknown(folder):
 
 DAMAGE = {
     "an unknown architecture": (
-        save_unknown, UnknownArchitectureError, "no head layout is known for model_type='codegen'"),
+        save_unknown,
+        UnknownArchitectureError,
+        "no head layout is known for model_type='codegen'",
+    ),
     "no tokenizer": (remove_tokenizer, ModelError, "no tokenizer could be loaded"),
     "weights cut off": (cut_weights, ModelError, "the weight file is damaged or cut off"),
     "weights cut off in the header": (
-        cut_header, ModelError, "the weight file is damaged or cut off"),
+        cut_header,
+        ModelError,
+        "the weight file is damaged or cut off",
+    ),
     "a NaN weight": (
-        poison, ModelError,
-        r"NaN or infinity, first in model\.layers\.1\.self_attn\.k_proj\.weight"),
+        poison,
+        ModelError,
+        r"NaN or infinity, first in model\.layers\.1\.self_attn\.k_proj\.weight",
+    ),
     "a missing tensor": (
-        lose_a_tensor, ModelError, r"no weights for model\.layers\.1\.self_attn\.k_proj\.weight"),
+        lose_a_tensor,
+        ModelError,
+        r"no weights for model\.layers\.1\.self_attn\.k_proj\.weight",
+    ),
     "a shape that differs": (
-        lambda folder: damage_config(folder, intermediate_size=40), ModelError,
-        "the weight file is damaged or cut off|do not fit"),
+        lambda folder: damage_config(folder, intermediate_size=40),
+        ModelError,
+        "the weight file is damaged or cut off|do not fit",
+    ),
     "an unknown model type": (
-        lambda folder: damage_config(folder, model_type="nonesuch"), ModelError, "nonesuch"),
+        lambda folder: damage_config(folder, model_type="nonesuch"),
+        ModelError,
+        "nonesuch",
+    ),
     "pickled weights": (pickle_weights, ModelError, "--allow-pickle"),
     "no weights": (
-        lambda folder: (folder / "model.safetensors").unlink(), ModelError, "could not be loaded"),
-}  # fmt: skip
+        lambda folder: (folder / "model.safetensors").unlink(),
+        ModelError,
+        "could not be loaded",
+    ),
+}
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
@@ -175,15 +194,23 @@ def test_diagnose_writes_what_it_says(model_dir, tmp_path):
     assert "wrote" in result.output
     body = json.loads((tmp_path / "diagnosis.json").read_text())
     assert body["provenance"]["texts"]["name"] == "bundled"
-    quiet = run("diagnose", model_dir, "--out", tmp_path / "q", "--quiet", "--no-figures",
-                "--max-length", 64)  # fmt: skip
+    quiet = run(
+        "diagnose",
+        model_dir,
+        "--out",
+        tmp_path / "q",
+        "--quiet",
+        "--no-figures",
+        "--max-length",
+        64,
+    )
     assert quiet.output == ""
     first, second = tmp_path / "diagnosis.json", tmp_path / "q" / "diagnosis.json"
     assert first.read_bytes() == second.read_bytes()
 
 
 def test_survey_takes_models_and_diagnoses_together(model_dir, tmp_path):
-    from headwise.published import STOCK_MAPS
+    from headwise.diagnosis.bloom_maps import STOCK_MAPS
 
     result = run("survey", model_dir, STOCK_MAPS, "--out", tmp_path, "--max-length", 32)
     assert result.exit_code == 0, result.output
@@ -204,8 +231,10 @@ def test_a_known_failure_is_one_message_and_exit_code_1(copy, tmp_path):
     poison(copy)
     done = subprocess.run(
         [sys.executable, "-m", "headwise.cli", "diagnose", copy, "--out", tmp_path / "out"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert done.stderr.startswith("headwise: weights hold NaN or infinity")
@@ -249,7 +278,7 @@ def test_bad_texts_are_refused_on_the_command_line(model_dir, tmp_path, text, me
 def test_a_wrong_row_fails_the_check(model_dir, monkeypatch, projections, message):
     from dataclasses import replace
 
-    from headwise.architectures import ARCHITECTURES
+    from headwise.models.architectures import ARCHITECTURES
 
     monkeypatch.setitem(
         ARCHITECTURES, "llama", replace(ARCHITECTURES["llama"], projections=projections)
@@ -261,7 +290,7 @@ def test_a_wrong_row_fails_the_check(model_dir, monkeypatch, projections, messag
 
 def test_gguf_models_can_be_saved_again(tmp_path):
     """The flag that transformers sets on a de-quantised model must not stop `save_pretrained`."""
-    from headwise.models import _forget_quantization
+    from headwise.models.loading import _forget_quantization
 
     model = tiny_language_model("llama")
     model.hf_quantizer = object()

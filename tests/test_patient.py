@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headwise.errors import ArtefactError
-from headwise.patient import patient_dir, patient_texts
+from headwise.models.patient import patient_dir, patient_texts
 
 DOMAINS = ("scripture", "union")
 
@@ -120,7 +120,7 @@ def test_a_band_of_shallow_heads_is_sick(model, tokenizer, domain, length):
 
 def test_reading_the_texts_does_not_load_torch():
     code = (
-        "import sys, headwise.patient as p; p.patient_texts('heldout'); "
+        "import sys, headwise.models.patient as p; p.patient_texts('heldout'); "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -7,13 +7,13 @@ import pytest
 import yaml
 
 from conftest import tiny_model
-from headwise.diagnosis import Thresholds, diagnosis_from
+from headwise.diagnosis.bloom_maps import published_diagnoses
+from headwise.diagnosis.values import Thresholds, diagnosis_from
 from headwise.errors import ArtefactError, SelectionError, SettingsError
 from headwise.heads import Head, format_heads
-from headwise.models import describe_model
-from headwise.plans import SurgeryPlan, make_plan, operated_groups
-from headwise.published import published_diagnoses
-from headwise.surgery import plan_spans
+from headwise.models.description import describe_model
+from headwise.surgery.operation import plan_spans
+from headwise.surgery.plan import SurgeryPlan, make_plan, operated_groups
 from planned import plan_for
 
 
@@ -21,10 +21,17 @@ def diagnosed(mass, num_kv_heads=None, entropy=None):
     mass = np.array(mass, dtype=float)
     layers, heads = mass.shape
     model = {
-        "id": "made", "model_type": "llama", "fingerprint": "0" * 64, "num_layers": layers,
-        "num_heads": heads, "num_kv_heads": num_kv_heads or heads, "head_dim": 8,
-        "hidden_size": 32, "qkv_bias": False, "num_parameters": 100_000,
-    }  # fmt: skip
+        "id": "made",
+        "model_type": "llama",
+        "fingerprint": "0" * 64,
+        "num_layers": layers,
+        "num_heads": heads,
+        "num_kv_heads": num_kv_heads or heads,
+        "head_dim": 8,
+        "hidden_size": 32,
+        "qkv_bias": False,
+        "num_parameters": 100_000,
+    }
     maps = {"first_token_mass": mass} | ({} if entropy is None else {"entropy": np.array(entropy)})
     return diagnosis_from(model=model, maps=maps, thresholds=Thresholds())
 
@@ -194,8 +201,9 @@ def edited(tmp_path, plan, **changes):
 def test_an_edited_plan_is_read_as_edited(diagnosis, tmp_path):
     plan = make_plan(diagnosis, heads="L1H2")
     assert SurgeryPlan.load(edited(tmp_path, plan, targets="L1-2H3")).target_heads == [
-        Head(1, 3), Head(2, 3)
-    ]  # fmt: skip
+        Head(1, 3),
+        Head(2, 3),
+    ]
 
 
 @pytest.mark.parametrize(

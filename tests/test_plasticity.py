@@ -16,13 +16,13 @@ from scipy.stats import norm
 
 from headwise.artefacts import load_artefact, save_artefact
 from headwise.errors import ArtefactError, SettingsError
-from headwise.headgroup import HeadFailure, HeadResult, analyse_group
-from headwise.normality import describe_sample, ks_distance, lilliefors_p_values
-from headwise.plasticity import compute_plasticity, load_settings
-from headwise.plasticity_settings import PlasticitySettings
-from headwise.plasticity_tables import head_row
-from headwise.qkdata import find_heads, group_heads, read_vectors
-from headwise.querymodel import reflect_onto
+from headwise.plasticity.head_group import HeadFailure, HeadResult, analyse_group
+from headwise.plasticity.normality import describe_sample, ks_distance, lilliefors_p_values
+from headwise.plasticity.query_model import reflect_onto
+from headwise.plasticity.reader import find_heads, group_heads, read_vectors
+from headwise.plasticity.run import compute_plasticity, load_settings
+from headwise.plasticity.settings import PlasticitySettings
+from headwise.plasticity.tables import head_row
 
 DATA = Path(__file__).parent / "data" / "plasticity"
 EXPECTED = json.loads((DATA / "closed" / "expected.json").read_text())
@@ -147,8 +147,11 @@ def test_sampled_linear_diagonal_is_the_public_code(name, tmp_path):
     out = tmp_path / "out"
     compute_plasticity(
         DATA / name / "data",
-        out=out, definition="linear-diagonal", pairs=256, legacy_columns=True,
-    )  # fmt: skip
+        out=out,
+        definition="linear-diagonal",
+        pairs=256,
+        legacy_columns=True,
+    )
     for file in ("head_metrics", "head_bucket_plasticity", "head_component_weights"):
         got, expected = (
             table(out / f"{file}.csv"),
@@ -224,7 +227,7 @@ def test_sampled_pairs_are_distinct_and_unbiased(small):
 
 
 def test_sampling_without_replacement_lists_each_pair_once(small):
-    from headwise.pairs import _sampled_blocks, group_keys, pair_blocks
+    from headwise.plasticity.key_pairs import _sampled_blocks, group_keys, pair_blocks
 
     table_ = read_vectors(small / "l00h00k" / "data.parquet")
     keys = group_keys(table_, np.ones(5))
@@ -451,9 +454,12 @@ def test_a_killed_dask_worker_changes_nothing(tmp_path):
                 __import__("os").kill(victims[0], signal.SIGKILL)
 
         result = compute_plasticity(
-            root, out=tmp_path / "there", backend="dask",
-            scheduler=cluster.scheduler_address, progress=kill_one,
-        )  # fmt: skip
+            root,
+            out=tmp_path / "there",
+            backend="dask",
+            scheduler=cluster.scheduler_address,
+            progress=kill_one,
+        )
     assert killed
     assert not result.failures
     assert result.heads == expected.heads
@@ -586,7 +592,7 @@ def test_shipped_configs_load():
 
 
 def test_figures_are_drawn(tmp_path, small):
-    from headwise.plasticity_figures import plasticity_figures, plot_before_and_after
+    from headwise.plasticity.figures import plasticity_figures, plot_before_and_after
 
     result = compute_plasticity(small, out=tmp_path / "out")
     paths = plasticity_figures(result, tmp_path / "figures")

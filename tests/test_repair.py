@@ -16,12 +16,13 @@ from headwise.artefacts import read_lines
 from headwise.cli import app
 from headwise.errors import ArtefactError, HeadwiseError, SelectionError, TextError
 from headwise.heads import Head
-from headwise.models import load_model
-from headwise.plans import SurgeryPlan
-from headwise.repair import MODES, TRAINED, random_heads_plan, repair
-from headwise.surgery import operate
-from headwise.texts import TextSet
-from headwise.weights import Patch
+from headwise.models.loading import load_model
+from headwise.models.patch import Patch
+from headwise.surgery.modes import MODES, TRAINED, random_heads_plan
+from headwise.surgery.operation import operate
+from headwise.surgery.plan import SurgeryPlan
+from headwise.surgery.repair import repair
+from headwise.texts.text_sets import TextSet
 from planned import TINY_RECIPE, plan_for, small_texts, weight_bits
 
 RECIPE = TINY_RECIPE.model_copy(update={"steps": 3, "validate_every": 2, "block": 48})
@@ -158,7 +159,7 @@ def test_random_heads_come_from_the_nearest_layers_if_a_layer_has_too_few(subjec
 
 
 def test_lora_trains_as_many_weights_as_the_slices(subject, tokenizer, tmp_path, stock_bits):
-    from headwise.lora import LoraAdapter
+    from headwise.surgery.lora import LoraAdapter
 
     plan = plan_for(subject, "L0-1H0-2")
     budget = operate(subject, plan).num_weights
@@ -173,7 +174,7 @@ def test_lora_trains_as_many_weights_as_the_slices(subject, tokenizer, tmp_path,
 
 
 def test_a_lora_patch_gives_the_logits_of_the_adapter(subject, plan, tmp_path, tokenizer):
-    from headwise.lora import LoraAdapter
+    from headwise.surgery.lora import LoraAdapter
 
     ids = torch.tensor([tokenizer(TEXTS.texts[0])["input_ids"]])
     with LoraAdapter(subject, plan, 3000, 0) as adapter:
@@ -301,7 +302,7 @@ def test_a_full_disk_is_told_and_loses_nothing(
 
 
 def test_a_full_disk_while_writing_is_told_too(subject, tokenizer, plan, tmp_path, monkeypatch):
-    import headwise.weights as weights
+    import headwise.models.tensor_files as weights
 
     def full(*args, **options):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -311,8 +312,9 @@ def test_a_full_disk_while_writing_is_told_too(subject, tokenizer, plan, tmp_pat
             return full
 
     real = weights.write_atomically
-    monkeypatch.setattr(weights, "write_atomically", lambda path, write: real(
-        path, lambda file: write(Full())))  # fmt: skip
+    monkeypatch.setattr(
+        weights, "write_atomically", lambda path, write: real(path, lambda file: write(Full()))
+    )
     with pytest.raises(ArtefactError, match="No space left"):
         run(subject, tokenizer, plan, tmp_path)
 
@@ -342,9 +344,16 @@ def command(model_dir, tmp_path_factory):
     (folder / "corpus.jsonl").write_text("\n".join(lines))
     (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE.model_dump(exclude={"name"})))
     return [
-        "repair", str(model_dir), "--plan", str(folder / "plan.yaml"), "--corpus",
-        str(folder / "corpus.jsonl"), "--recipe", str(folder / "recipe.yaml"), "--quiet",
-    ]  # fmt: skip
+        "repair",
+        str(model_dir),
+        "--plan",
+        str(folder / "plan.yaml"),
+        "--corpus",
+        str(folder / "corpus.jsonl"),
+        "--recipe",
+        str(folder / "recipe.yaml"),
+        "--quiet",
+    ]
 
 
 @pytest.mark.parametrize("mode", MODES)

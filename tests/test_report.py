@@ -12,14 +12,14 @@ import sys
 
 import pytest
 
-from headwise import report
+from headwise.diagnosis.survey import survey_models
 from headwise.errors import ArtefactError, HeadwiseError
-from headwise.papertables import against_stock
-from headwise.reportdata import read_source
-from headwise.reportpage import visible
-from headwise.reporttables import Column, Estimate, make_table, to_csv, to_markdown
-from headwise.survey import survey_models
-from headwise.verdict import judge
+from headwise.report import write as report
+from headwise.report.page import visible
+from headwise.report.paper.losses import against_stock
+from headwise.report.source import read_source
+from headwise.report.tables import Column, Estimate, make_table, to_csv, to_markdown
+from headwise.report.verdict import judge
 from reportstudy import EVIL, build_study, diagnosis_of, stock_mass
 
 
@@ -131,7 +131,7 @@ def test_published_values_stand_beside_ours(tables):
 
 
 def test_the_cross_scale_rows_are_those_of_the_survey(tables):
-    from headwise.published import published_diagnoses
+    from headwise.diagnosis.bloom_maps import published_diagnoses
 
     survey = survey_models([*published_diagnoses(), diagnosis_of(stock_mass())])
     for ours, told in zip(rows_of(tables[1]), survey.rows, strict=True):
@@ -220,10 +220,19 @@ def test_a_cell_cannot_break_out_of_its_table():
 def test_all_figures_are_drawn_in_three_formats(study, tmp_path):
     page = report.write_report(study, tmp_path).read_text()
     names = {path.name for path in (tmp_path / "figures").iterdir()}
-    stems = {"figure1_histogram", "figure2_cross_scale", "figure3_arm_changes",
-             "figure4_matched_changes", "figure5_loss_by_step", "figure6_watched_changes",
-             "figure7_column_drift", "overview", "trajectories", "cascade",
-             "plasticity"}  # fmt: skip
+    stems = {
+        "figure1_histogram",
+        "figure2_cross_scale",
+        "figure3_arm_changes",
+        "figure4_matched_changes",
+        "figure5_loss_by_step",
+        "figure6_watched_changes",
+        "figure7_column_drift",
+        "overview",
+        "trajectories",
+        "cascade",
+        "plasticity",
+    }
     assert names == {f"{stem}.{ending}" for stem in stems for ending in ("png", "svg", "pdf")}
     assert page.count("data:image/png;base64,") == len(stems)
 
@@ -301,7 +310,7 @@ def test_a_cut_off_line_file_is_a_clear_error(study, tmp_path):
 
 def test_tables_and_page_are_made_without_torch(study, tmp_path):
     code = (
-        "import sys; from pathlib import Path; from headwise import report;"
+        "import sys; from pathlib import Path; from headwise.report import write as report;"
         "report._write_figures = lambda source, folder: [];"
         "report.write_report(Path(sys.argv[1]), Path(sys.argv[2]));"
         "assert 'torch' not in sys.modules"

@@ -14,19 +14,26 @@ import time
 import pytest
 import yaml
 
+from headwise.cli.show import cost_tables
 from headwise.errors import ArtefactError, SettingsError
-from headwise.evaluation import Evaluation
-from headwise.studies import STUDIES, load_study
-from headwise.studyestimate import estimate_study
-from headwise.studyrun import run_study
-from headwise.studysummary import _difference
-from headwise.terminal import cost_tables
-from headwise.weights import Patch
+from headwise.models.patch import Patch
+from headwise.proof.evaluation import Evaluation
+from headwise.studies.estimate import estimate_study
+from headwise.studies.run import run_study
+from headwise.studies.study import STUDIES, load_study
+from headwise.studies.summary import _difference
 
 RECIPE = {
-    "steps": 4, "block": 32, "batch_size": 2, "accumulation": 1, "lr": 0.003, "validate_every": 2,
-    "save_every": 1, "map_every": 1, "validation_blocks": 2,
-}  # fmt: skip
+    "steps": 4,
+    "block": 32,
+    "batch_size": 2,
+    "accumulation": 1,
+    "lr": 0.003,
+    "validate_every": 2,
+    "save_every": 1,
+    "map_every": 1,
+    "validation_blocks": 2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -162,9 +169,16 @@ def test_a_study_killed_at_random_moments_ends_with_the_same_bytes(tmp_path, mod
     path = write_study(tmp_path / "s.yaml", model_dir, corpus_dir)
     whole = run_study(load_study(str(path)), out=tmp_path / "whole")
     command = [
-        sys.executable, "-m", "headwise.cli", "study", str(path), "--out", str(tmp_path / "cut"),
-        "--no-report", "--quiet",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "headwise.cli",
+        "study",
+        str(path),
+        "--out",
+        str(tmp_path / "cut"),
+        "--no-report",
+        "--quiet",
+    ]
     dice, kills = random.Random(5), 0
     while kills < 20 and killed_somewhere(command, tmp_path / "cut", dice):
         kills += 1

@@ -12,8 +12,16 @@ import headwise
 from headwise.cli import app
 
 COMMANDS = typer.main.get_command(app).commands
-PUBLIC = {"Head", "HeadMap", "Diagnosis", "Patch", "diagnose", "load_model", "check_heads",
-          "survey_models"}  # fmt: skip
+PUBLIC = {
+    "Head",
+    "HeadMap",
+    "Diagnosis",
+    "Patch",
+    "diagnose",
+    "load_model",
+    "check_heads",
+    "survey_models",
+}
 
 
 def test_public_names_exist_and_none_hides_a_module():
@@ -85,8 +93,10 @@ for verb in {verbs!r}:
 """
     done = subprocess.run(
         [sys.executable, "-c", code.format(verbs=sorted(COMMANDS))],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -101,7 +111,7 @@ def test_no_verb_shows_the_help():
 def test_the_readme_names_every_family():
     from pathlib import Path
 
-    from headwise.architectures import ARCHITECTURES, NOT_SEPARABLE
+    from headwise.models.architectures import ARCHITECTURES, NOT_SEPARABLE
 
     readme = (Path(__file__).parent.parent / "README.md").read_text()
     section = readme.split("## Families")[1].split("\n## ")[0]

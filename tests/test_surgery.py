@@ -10,19 +10,20 @@ import torch
 from transformers import AutoConfig
 
 from conftest import sharp_model, tiny_model
-from headwise.architectures import geometry_of, is_transposed, projection_of
+from headwise.diagnosis.mean_outputs import measure_means
 from headwise.errors import ArtefactError, SelectionError
 from headwise.heads import Head
-from headwise.surgery import (
-    measure_means,
+from headwise.models.architectures import geometry_of, is_transposed, projection_of
+from headwise.models.patch import Patch, Slice
+from headwise.models.slices import Span, head_spans
+from headwise.surgery.operation import (
     operate,
     plan_spans,
     require_planned_model,
     silence,
     unchanged,
 )
-from headwise.texts import batches
-from headwise.weights import Patch, Slice, Span, head_spans
+from headwise.texts.batches import batches
 from planned import plan_for, random_batch, weight_bits
 
 BATCH = random_batch((40, 40))
@@ -170,9 +171,10 @@ XAVIER = math.sqrt(2 / (256 + 3 * 64))
 
 def noise(patch):
     return {
-        name: part.after for name, part in patch.slices.items()
+        name: part.after
+        for name, part in patch.slices.items()
         if name.rsplit(".", 1)[1] in ("q", "k", "v")
-    }  # fmt: skip
+    }
 
 
 def test_xavier_normal_has_glorots_scale_of_the_joint_slice(wide):
@@ -226,8 +228,15 @@ def test_shared_keys_are_named_after_their_group_and_changed_only_as_a_whole():
     model = tiny_model("llama")
     names = set(operate(model, plan_for(model, "L0H1,L1H0-1")).slices)
     assert names == {
-        "L0H1.q", "L0H1.o", "L1H0.q", "L1H0.o", "L1H1.q", "L1H1.o", "L1KV0.k", "L1KV0.v",
-    }  # fmt: skip
+        "L0H1.q",
+        "L0H1.o",
+        "L1H0.q",
+        "L1H0.o",
+        "L1H1.q",
+        "L1H1.o",
+        "L1KV0.k",
+        "L1KV0.v",
+    }
     only = operate(model, plan_for(model, "L1H0-1", kv_policy="queries-only"))
     assert {name.rsplit(".", 1)[1] for name in only.slices} == {"q", "o"}
 

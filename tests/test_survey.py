@@ -7,11 +7,12 @@ import json
 import numpy as np
 import pytest
 
-from headwise.diagnosis import threshold_sweep
+from headwise.diagnosis.bloom_maps import STOCK_MAPS, bloom_slopes, published_diagnoses
+from headwise.diagnosis.figures import diagnosis_figures, survey_panels
+from headwise.diagnosis.survey import format_indices, read_diagnoses, survey_models, survey_table
+from headwise.diagnosis.values import threshold_sweep
+from headwise.drawing import save_figure
 from headwise.errors import ArtefactError, HeadwiseError
-from headwise.figures import diagnosis_figures, save_figure, survey_panels
-from headwise.published import STOCK_MAPS, bloom_slopes, published_diagnoses
-from headwise.survey import format_indices, read_diagnoses, survey_models, survey_table
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +42,10 @@ def test_layer_shares_are_shares_of_layers(survey):
     """The paper's column holds index / number of heads; here they are counted from the maps."""
     for row, masses in zip(survey.rows, json.loads(STOCK_MAPS.read_text()).values(), strict=True):
         sick = np.array(masses) > 0.5
-        share = [sum(sick[layer][head] for layer in range(len(sick))) / len(sick)
-                 for head in range(sick.shape[1])]  # fmt: skip
+        share = [
+            sum(sick[layer][head] for layer in range(len(sick))) / len(sick)
+            for head in range(sick.shape[1])
+        ]
         band = [head for head, value in enumerate(share) if value > 0.3]
         assert row["band"] == band
         assert row["band_layer_share_min"] == pytest.approx(min(share[head] for head in band))
@@ -69,8 +72,11 @@ def test_the_threshold_matters_and_the_valley_is_not_sparse(survey):
 def test_parameters_are_those_of_the_real_models(survey):
     # bigscience/bloom-*: counts of the published checkpoints
     assert column(survey, "num_parameters") == [
-        559_214_592, 1_722_408_960, 3_002_557_440, 7_069_016_064,
-    ]  # fmt: skip
+        559_214_592,
+        1_722_408_960,
+        3_002_557_440,
+        7_069_016_064,
+    ]
 
 
 def test_slopes_of_32_heads_come_in_the_papers_order():

@@ -9,19 +9,24 @@ from transformers import AutoConfig
 
 from conftest import TINY, sharp_model, tiny_model
 from eager import eager_measures, split_heads, watched
-from headwise.architectures import architecture_of
-from headwise.attention import mass_at, moments
+from headwise.diagnosis.measures import MEASURES, measure_heads
 from headwise.errors import HeadwiseError
-from headwise.measures import MEASURES, measure_heads
-from headwise.tap import NAME, tapped
-from headwise.texts import batches
+from headwise.forward.attention import mass_at, moments
+from headwise.forward.tap import NAME, tapped
+from headwise.models.architectures import architecture_of
+from headwise.texts.batches import batches
 
 LENGTHS = (300, 131, 40, 2)  # longer and shorter than every window (40 and 64)
 TOLERANCE = dict.fromkeys(MEASURES, 2e-4) | {
-    "first_token_mass": 1e-5, "local_mass": 1e-5, "previous_token_mass": 1e-5,
-    "entropy": 1e-4, "normalized_entropy": 1e-4, "mean_distance": 2e-3,
-    "output_norm_ratio": 1e-5, "constant_share": 1e-5,
-}  # fmt: skip
+    "first_token_mass": 1e-5,
+    "local_mass": 1e-5,
+    "previous_token_mass": 1e-5,
+    "entropy": 1e-4,
+    "normalized_entropy": 1e-4,
+    "mean_distance": 2e-3,
+    "output_norm_ratio": 1e-5,
+    "constant_share": 1e-5,
+}
 # one row for each way into the model, where a whole grid would only repeat itself
 WAYS = ("llama", "gemma2", "bloom", "mpt", "falcon-alibi", "falcon-gqa", "gptj")
 
@@ -211,7 +216,8 @@ def test_a_row_that_wrongly_claims_the_interface_is_an_error(monkeypatch):
     model = tiny_model("bloom")
     row = architecture_of(model)
     monkeypatch.setattr(
-        "headwise.tap.architecture_of", lambda _: type(row)(**{**vars(row), "interface": True})
+        "headwise.forward.tap.architecture_of",
+        lambda _: type(row)(**{**vars(row), "interface": True}),
     )
     with pytest.raises(HeadwiseError, match="bypasses the tap"), tapped(model):
         logits(model, torch.tensor([TEXTS[2]]))
@@ -244,13 +250,22 @@ def test_a_packed_batch_keeps_its_dense_mask():
 
 def test_learned_sinks_of_a_future_row_are_followed(monkeypatch):
     """gpt-oss passes `s_aux` through the interface; its row is not in the table yet."""
-    from headwise.architectures import ARCHITECTURES
+    from headwise.models.architectures import ARCHITECTURES
 
     config = AutoConfig.for_model(
-        "gpt_oss", vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, intermediate_size=32, num_local_experts=2,
-        num_experts_per_tok=1, sliding_window=40, max_position_embeddings=512,
-    )  # fmt: skip
+        "gpt_oss",
+        vocab_size=97,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=32,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        sliding_window=40,
+        max_position_embeddings=512,
+    )
     monkeypatch.setitem(ARCHITECTURES, "gpt_oss", ARCHITECTURES["llama"])
     model = sharp_model(config)
     ids = torch.tensor([TEXTS[1]])

@@ -9,14 +9,8 @@ import pyarrow.parquet
 import pytest
 
 from headwise.errors import TextError
-from headwise.texts import (
-    TextSet,
-    batches,
-    bundled_texts,
-    default_texts,
-    encode_texts,
-    read_texts,
-)
+from headwise.texts.batches import batches, encode_texts
+from headwise.texts.text_sets import TextSet, bundled_texts, default_texts, read_texts
 
 
 def parquet(path, **columns):

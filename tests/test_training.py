@@ -13,23 +13,18 @@ import pytest
 import torch
 
 from conftest import SENTENCES, tiny_model
-from headwise import training
-from headwise.architectures import blocks_of
 from headwise.artefacts import read_lines
-from headwise.corpus import block_at, block_order, build_corpus, in_validation
 from headwise.errors import SettingsError, TextError, TrainingError
-from headwise.losses import shifted_targets, summed_loss, token_losses
-from headwise.masters import master_slices
-from headwise.recipes import RECIPES, Recipe, learning_rate, recipe_named
-from headwise.tap import tapped
-from headwise.texts import TextSet, batches
-from headwise.training import (
-    load_best,
-    mean_loss,
-    save_checkpoint,
-    step_blocks,
-    train,
-)
+from headwise.forward.losses import shifted_targets, summed_loss, token_losses
+from headwise.forward.tap import tapped
+from headwise.models.architectures import blocks_of
+from headwise.surgery import training
+from headwise.surgery.recipe import RECIPES, Recipe, learning_rate, recipe_named
+from headwise.surgery.slice_training import master_slices
+from headwise.surgery.training import load_best, mean_loss, save_checkpoint, step_blocks, train
+from headwise.texts.batches import batches
+from headwise.texts.corpus import block_at, block_order, build_corpus, in_validation
+from headwise.texts.text_sets import TextSet
 from planned import (
     TINY_RECIPE,
     opened,
@@ -95,8 +90,9 @@ def test_the_loss_is_transformers_own(model):
     batch = random_batch()
     targets = shifted_targets(batch.ids, batch.lengths)
     with torch.inference_mode():
-        expected = [float(hf_loss_sum(model, next(batches([r[0].tolist()], 1)))) for r in
-                    rows(batch)]  # fmt: skip
+        expected = [
+            float(hf_loss_sum(model, next(batches([r[0].tolist()], 1)))) for r in rows(batch)
+        ]
         with tapped(model):
             hidden = model.base_model(input_ids=batch.ids, use_cache=False).last_hidden_state
         losses = token_losses(model, hidden, targets)
@@ -111,7 +107,7 @@ def test_the_chunks_of_a_loss_do_not_change_it(monkeypatch):
     targets = shifted_targets(batch.ids, batch.lengths)
     found = []
     for numbers in (2**23, 7 * 97):
-        monkeypatch.setattr("headwise.losses._CHUNK_LOGITS", numbers)
+        monkeypatch.setattr("headwise.forward.losses._CHUNK_LOGITS", numbers)
         hidden = torch.randn(3, 24, 32, generator=torch.Generator().manual_seed(0))
         hidden.requires_grad_(True)
         loss = summed_loss(model, hidden, targets)
@@ -154,8 +150,9 @@ def test_layers_below_the_lowest_operated_one_have_no_graph(model, tmp_path):
         return hook
 
     blocks = blocks_of(model)
-    handles = [b.register_forward_pre_hook(watch(i), with_kwargs=True)
-               for i, b in enumerate(blocks)]  # fmt: skip
+    handles = [
+        b.register_forward_pre_hook(watch(i), with_kwargs=True) for i, b in enumerate(blocks)
+    ]
     try:
         with opened(model, plan_for(model, "L1H0-1"), tmp_path, recipe=ONE_STEP) as job:
             batch = job.corpus.train[0]
@@ -206,8 +203,9 @@ def test_maps_are_first_token_masses_of_the_probe_and_heads_below_never_move(tmp
         with torch.inference_mode():
             attention = [
                 torch.stack(model(ids, output_attentions=True).attentions)[:, 0, :, :, 0].mean(-1)
-                for block in blocks for ids in rows(block)
-            ]  # fmt: skip
+                for block in blocks
+                for ids in rows(block)
+            ]
         progress = train(job)
     expected = torch.stack(attention).mean(0)
     assert torch.allclose(torch.tensor(progress.maps[0]["first_token_mass"]), expected, atol=1e-5)
@@ -530,9 +528,7 @@ def corpus_of(texts, tokenizer, **options):
 
 
 def decoded(blocks, tokenizer):
-    return {
-        tokenizer.decode(ids[0].tolist()) for block in blocks for ids in rows(block)
-    }  # fmt: skip
+    return {tokenizer.decode(ids[0].tolist()) for block in blocks for ids in rows(block)}
 
 
 def test_documents_are_split_by_their_content(tokenizer):
@@ -605,7 +601,7 @@ def test_checkpoints_of_equal_states_are_equal_files(tmp_path):
 def test_the_fast_gelu_is_blooms_gelu_forward_and_backward():
     from transformers.models.bloom.modeling_bloom import BloomGelu
 
-    from headwise.gelu import fused_gelu
+    from headwise.forward.gelu import fused_gelu
 
     model = tiny_model("bloom")
     gelus = [module for module in model.modules() if isinstance(module, BloomGelu)]

@@ -9,12 +9,12 @@ from typing import Any
 _PUBLIC = {
     "Head": "heads",
     "HeadMap": "heads",
-    "Diagnosis": "diagnosis",
-    "Patch": "weights",
-    "diagnose": "diagnosis",
-    "load_model": "models",
-    "check_heads": "check",
-    "survey_models": "survey",
+    "Diagnosis": "diagnosis.values",
+    "Patch": "models.patch",
+    "diagnose": "diagnosis.diagnose",
+    "load_model": "models.loading",
+    "check_heads": "forward.separability",
+    "survey_models": "diagnosis.survey",
 }
 
 __all__ = list(_PUBLIC)

@@ -1,0 +1,336 @@
+"""`headwise bench repair`: slices beside the paper's way, and its limit.
+
+A BLOOM-shaped random model; the lowest operated layer is a quarter up and 37.5% of the heads above
+are operated on. The peer is our own plain transcription of the paper's training (whole-tensor
+gradients with mask hooks, transformers' eager attention, gradient checkpointing with input
+gradients, AdamW over whole tensors). The limit is what no slice training can beat: one forward pass
+and the backward pass of activations down to the lowest operated layer, without weight gradients.
+
+Each way lives in a process of its own with one thread. Rounds go through all ways in turn and time
+is CPU time, so that other work on the machine hits all alike; only ratios are meant to be compared.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+HIDDEN, HEADS, VOCABULARY = 1024, 16, 50_000
+
+
+ACCUMULATION = 8  # blocks an optimizer step, as in the paper
+
+
+WAYS = ("headwise", "checkpointed", "prefix-cached", "peer", "limit")
+
+
+_OPERATED = 6  # of 16 heads in each layer: 37.5%
+
+
+Rows = list[dict[str, Any]]
+
+
+Work = tuple[Callable[[], None], Callable[[], None], Callable[[], int]]  # block, update, state
+
+
+def bench_repair(
+    *,
+    lengths: tuple[int, ...] = (512, 2048),
+    repeats: int = 3,
+    layers: int = 8,
+    ways: tuple[str, ...] = WAYS,
+) -> Rows:
+    """One row a length and way: tokens a CPU second, peak memory above the weights, state."""
+    rows: Rows = []
+    for length in lengths:
+        rows += _compared(_measured(length, layers, repeats, ways), length)
+    return rows
+
+
+def _measured(
+    length: int, layers: int, repeats: int, ways: tuple[str, ...]
+) -> dict[str, list[dict[str, float]]]:
+    """way -> one measurement a round; rounds visit every way before the next begins."""
+    workers: dict[str, subprocess.Popen[str]] = {}
+    try:
+        for way in ways:
+            workers[way] = _start(way, length, layers)
+            _ask(workers[way])  # builds the model and warms up, before any clock runs
+        rounds: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+        for _ in range(repeats):
+            for way, worker in workers.items():
+                rounds[way].append(_ask(worker))
+        return rounds
+    finally:
+        for worker in workers.values():
+            worker.kill()
+            worker.communicate()
+
+
+def _start(way: str, length: int, layers: int) -> subprocess.Popen[str]:
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    return subprocess.Popen(
+        [sys.executable, "-m", "headwise.bench.repair", way, str(length), str(layers)],
+        env={**os.environ, **threads},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _ask(worker: subprocess.Popen[str]) -> dict[str, float]:
+    from headwise.errors import HeadwiseError
+
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    worker.stdin.write("go\n")
+    worker.stdin.flush()
+    line = worker.stdout.readline()
+    if not line:
+        raise HeadwiseError("a benchmark process died", fix="see its message above; free memory?")
+    found: dict[str, float] = json.loads(line)
+    return found
+
+
+def _compared(rounds: dict[str, list[dict[str, float]]], length: int) -> Rows:
+    """Medians over rounds; ratios are medians of the ratios within a round."""
+
+    def of(way: str, key: str) -> float:
+        return median(found[key] for found in rounds[way])
+
+    def against(way: str, other: str, key: str) -> float | None:
+        if other not in rounds:
+            return None
+        pairs = zip(rounds[way], rounds[other], strict=True)
+        return round(median(a[key] / b[key] for a, b in pairs), 3)
+
+    return [
+        {
+            "length": length,
+            "way": way,
+            "tokens_per_cpu_s": round(length / of(way, "seconds"), 1),
+            "speed_to_peer": against("peer", way, "seconds") if "peer" in rounds else None,
+            "time_to_limit": against(way, "limit", "seconds"),
+            "peak_mb": round(of(way, "peak_mb")),
+            "peak_to_peer": against(way, "peer", "peak_mb"),
+            "state_mb": round(of(way, "state_mb"), 1),
+            "state_to_peer": against(way, "peer", "state_mb"),
+        }
+        for way in rounds
+    ]
+
+
+def _worker(way: str, length: int, layers: int) -> None:
+    """Answer every line on stdin with one measurement; the first answer says `ready`."""
+    import torch
+
+    torch.set_num_threads(1)
+    sys.stdin.readline()
+    model = _bloom(layers)
+    base = _resident_mb()
+    with tempfile.TemporaryDirectory() as folder:
+        block, update, state = _WORK[way](model, length, Path(folder))
+        block()  # allocates gradients, and fills the prefix cache
+        update()
+        _answer({"ready": True})
+        for _ in sys.stdin:
+            gc.collect()
+            _reset_peak()
+            seconds = [_cpu_seconds(step) for step in (block, update)]
+            _answer(
+                {
+                    "seconds": seconds[0] + seconds[1] / ACCUMULATION,
+                    "peak_mb": _peak_mb() - base,
+                    "state_mb": state() / 2**20,
+                }
+            )
+
+
+def _answer(body: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(body) + "\n")
+    sys.stdout.flush()
+
+
+def _cpu_seconds(step: Callable[[], None]) -> float:
+    started = time.process_time()
+    step()
+    return time.process_time() - started
+
+
+def _status_mb(key: str) -> float | None:
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith(key)]
+    return int(found[0]) / 1024 if found else None
+
+
+def _resident_mb() -> float:
+    gc.collect()
+    return _status_mb("VmRSS:") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def _reset_peak() -> None:
+    """Where the kernel allows it; else the peak is the largest since the start."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return
+
+
+def _peak_mb() -> float:
+    return _status_mb("VmHWM:") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def _bloom(layers: int) -> Any:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "bloom",
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        num_hidden_layers=layers,
+        num_attention_heads=HEADS,
+    )
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+def _ids(length: int) -> Any:
+    import torch
+
+    return torch.randint(VOCABULARY, (1, length), generator=torch.Generator().manual_seed(0))
+
+
+def _lowest(model: Any) -> int:
+    return int(model.config.num_hidden_layers) // 4
+
+
+def _operated(model: Any) -> Any:
+    from headwise.heads import Head
+
+    layers = range(_lowest(model), model.config.num_hidden_layers)
+    return [Head(layer, HEADS - 1 - i) for layer in layers for i in range(_OPERATED)]
+
+
+def _headwise(model: Any, length: int, folder: Path, **options: Any) -> Work:
+    """The project's own job, backward pass and optimizer step."""
+    import torch
+
+    from headwise.models.patch import Slice
+    from headwise.models.slices import read_slices, spans_of
+    from headwise.surgery.recipe import Recipe
+    from headwise.surgery.slice_training import make_masters
+    from headwise.surgery.training import Job, backward_step, make_optimizer, optimizer_step
+    from headwise.texts.batches import Batch
+    from headwise.texts.corpus import Corpus
+
+    spans = spans_of(model, _operated(model))
+    values = read_slices(model, spans)
+    slices = {name: Slice(span, values[name], values[name]) for name, span in spans.items()}
+    masters = tuple(make_masters(slices, torch.device("cpu")))
+    del slices, values
+    batch = Batch(_ids(length), torch.tensor([length]), (0,))
+    corpus = Corpus("bench", (batch,), (), {})
+    recipe = Recipe(block=length, accumulation=1, **options)
+    trained = tuple(master.value for master in masters)
+    job = Job(model, masters, trained, corpus, recipe, 0, _lowest(model), folder)
+    optimizer = make_optimizer(job)
+
+    def block() -> None:
+        backward_step(job, [(0, batch)], length - 1)
+
+    def update() -> None:
+        optimizer_step(job, optimizer, 1e-5, apply=True)
+
+    return block, update, lambda: _state_bytes(trained)
+
+
+def _state_bytes(parameters: Any) -> int:
+    """Gradients and AdamW's two moments of what is trained, in float32."""
+    return sum(3 * 4 * parameter.numel() for parameter in parameters)
+
+
+def _peer(model: Any, length: int, folder: Path) -> Work:
+    """The paper's way: whole tensors, masks, eager attention, checkpointing with input grads."""
+    import torch
+
+    from headwise.models.slices import spans_of
+
+    model.train()
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    masks: dict[str, Any] = {}
+    for span in spans_of(model, _operated(model)).values():
+        parameter = model.get_parameter(span.parameter)
+        masks.setdefault(span.parameter, torch.zeros_like(parameter))
+        span.within(masks[span.parameter]).fill_(1)
+    trained = [model.get_parameter(name).requires_grad_(True) for name in masks]
+    for parameter, mask in zip(trained, masks.values(), strict=True):
+        parameter.register_hook(lambda gradient, mask=mask: gradient * mask)
+    optimizer = torch.optim.AdamW(trained, lr=1e-5, weight_decay=0.0)
+    ids = _ids(length)
+
+    def block() -> None:
+        model(ids, labels=ids, use_cache=False).loss.backward()
+
+    def update() -> None:
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return block, update, lambda: _state_bytes(trained)
+
+
+def _limit(model: Any, length: int, folder: Path) -> Work:
+    """One forward, and the backward of activations down to the lowest operated layer."""
+    import torch
+
+    from headwise.forward.gelu import fused_gelu
+    from headwise.forward.losses import shifted_targets, summed_loss
+    from headwise.forward.tap import tapped
+    from headwise.models.architectures import blocks_of
+
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+
+    def begin(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (args[0].detach().requires_grad_(True), *args[1:])
+
+    blocks_of(model)[_lowest(model)].register_forward_pre_hook(begin)
+    ids = _ids(length)
+    targets = shifted_targets(ids, torch.tensor([length]))
+
+    def block() -> None:
+        with tapped(model), fused_gelu(model):
+            hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            summed_loss(model, hidden, targets).backward()
+
+    return block, lambda: None, lambda: 0
+
+
+_WORK: dict[str, Callable[..., Work]] = {
+    "headwise": _headwise,
+    "checkpointed": lambda *args: _headwise(*args, checkpoint_layers=True),
+    "prefix-cached": lambda *args: _headwise(*args, cache_prefix=True),
+    "peer": _peer,
+    "limit": _limit,
+}
+
+
+if __name__ == "__main__":
+    _worker(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,56 @@
+"""`headwise bench`: every benchmark is a ratio to a named peer in one run, with repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from headwise.artefacts import save_artefact, versions
+from headwise.errors import SettingsError
+
+Rows = list[dict[str, Any]]
+
+
+def _diagnose(model: str | None, repeats: int, out: Path) -> Rows:
+    from headwise.bench.diagnose import bench_diagnose
+
+    return bench_diagnose(model=model, repeats=repeats, out=out)
+
+
+def _repair(model: str | None, repeats: int, out: Path) -> Rows:
+    from headwise.bench.repair import bench_repair
+
+    return bench_repair(repeats=repeats)
+
+
+def _ablation(model: str | None, repeats: int, out: Path) -> Rows:
+    from headwise.bench.ablation import bench_ablation
+
+    return bench_ablation(repeats=repeats)
+
+
+def _plasticity(model: str | None, repeats: int, out: Path) -> Rows:
+    from headwise.bench.plasticity import bench_plasticity
+
+    return bench_plasticity()
+
+
+BENCHMARKS: dict[str, Callable[[str | None, int, Path], Rows]] = {
+    "diagnose": _diagnose,
+    "repair": _repair,
+    "ablation": _ablation,
+    "plasticity": _plasticity,
+}
+
+
+def run_benchmarks(
+    what: str, *, model: str | None, repeats: int, out: Path
+) -> Iterator[tuple[str, Rows]]:
+    """Run one benchmark or all; each result is saved as it comes."""
+    if what != "all" and what not in BENCHMARKS:
+        raise SettingsError(f"no benchmark is called {what!r}", fix=f"all, {', '.join(BENCHMARKS)}")
+    for name in BENCHMARKS if what == "all" else [what]:
+        rows = BENCHMARKS[name](model, repeats, out)
+        save_artefact(out / f"bench_{name}.json", "bench", {"rows": rows, "versions": versions()})
+        yield name, rows

@@ -1,0 +1,26 @@
+"""The command line: one thin function a verb, each calling one library function.
+
+Nothing here imports torch before a verb runs, so that `headwise VERB --help` answers at once.
+Exit codes: 0 done, 1 a known failure (one message, no traceback), 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from headwise.cli import heads, proof, study  # noqa: F401 - they register their verbs
+from headwise.cli.app import app
+from headwise.errors import HeadwiseError
+
+__all__ = ["app", "main"]
+
+
+def main() -> None:
+    """Run the command line; known failures become one message and exit code 1."""
+    try:
+        app()
+    except HeadwiseError as error:
+        sys.stderr.write(f"headwise: {error}\n")
+        sys.exit(1)
+    except BrokenPipeError:
+        sys.exit(1)

@@ -1,0 +1,120 @@
+"""Options and small steps that several verbs share. No torch at import: `--help` must be quick."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from headwise.models.loading import LoadedModel
+    from headwise.texts.text_sets import TextSet
+
+
+MODEL_HELP = "A hub id, a model directory, a .gguf file, or the word `patient`."
+
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
+
+
+Out = Annotated[Path, typer.Option(help="Folder for what is written.")]
+
+
+Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
+
+
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")]
+
+
+Texts = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Text files, folders or a hub dataset; default: a bundled set.", show_default=False
+    ),
+]
+
+
+Lines = Annotated[bool, typer.Option("--lines", help="In .txt files every line is a text.")]
+
+
+MaxLength = Annotated[int, typer.Option(help="Cut each text at this many tokens.", min=2)]
+
+
+BatchSize = Annotated[int, typer.Option(help="Texts a forward pass.", min=1)]
+
+
+Bos = Annotated[bool, typer.Option("--bos", help="Force a BOS token in front of each text.")]
+
+
+SkipQueries = Annotated[int, typer.Option(help="Leave out the first N queries.", min=0)]
+
+
+DeviceMap = Annotated[str | None, typer.Option(help="Passed to transformers, e.g. `auto`.")]
+
+
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")]
+
+
+AllowPickle = Annotated[bool, typer.Option("--allow-pickle", help="Also load pickled weights.")]
+
+
+RemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")]
+
+
+Patches = Annotated[
+    list[Path] | None, typer.Option("--patch", help="patch.safetensors; several are stacked.")
+]
+
+
+def chosen_texts(
+    sources: list[str] | None, lines: bool, model: str, most: int | None = None
+) -> TextSet:
+    """The texts a verb works on: given ones, or the default of the model."""
+    from headwise.texts.text_sets import TextSet, default_texts, read_texts
+
+    if sources:
+        return read_texts(sources, lines=lines)
+    found = default_texts(model)
+    return found if most is None else TextSet(found.name, found.texts[:most])
+
+
+def load(
+    name: str, dtype: str | None, device_map: str | None, pickle: bool, remote: bool
+) -> LoadedModel:
+    """Load a model with the usual options."""
+    from headwise.models.loading import load_model
+
+    return load_model(
+        name, dtype=dtype, device_map=device_map, allow_pickle=pickle, trust_remote_code=remote
+    )
+
+
+def wrote(paths: list[Path], quiet: bool) -> None:
+    """Say which files were written."""
+    from headwise.cli.show import console
+
+    folders = sorted({path.parent for path in paths})
+    names = ", ".join(sorted(path.name for path in paths))
+    console(quiet).print(f"wrote {names} in {', '.join(map(str, folders))}", style="dim")
+
+
+def apply_to(
+    loaded: LoadedModel, paths: list[Path] | None, force: bool = False
+) -> list[dict[str, Any]]:
+    """Apply patches to a loaded model; returns what is recorded of them."""
+    from headwise.models.patch import Patch
+
+    applied = []
+    for path in paths or []:
+        patch = Patch.load(path)
+        patch.apply(loaded.model, force=force)
+        applied.append({**patch.info, "path": str(path), "num_weights": patch.num_weights})
+    return applied
+
+
+def choice(value: Any, *known: str) -> Any:
+    """A value of a fixed set; anything else is wrong usage (exit code 2)."""
+    if value is not None and value not in known:
+        raise typer.BadParameter(f"{value!r} is not one of {', '.join(known)}")
+    return value

@@ -1,0 +1,99 @@
+"""Verbs for whole experiments: study, demo, report, bench."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headwise.cli.app import app, resumable
+from headwise.cli.options import Out, Quiet, Seed, wrote
+
+
+@app.command()
+def study(
+    file: Annotated[str, typer.Argument(metavar="STUDY.yaml", help="A study file or its name.")],
+    out: Annotated[Path | None, typer.Option(help="Folder of the study.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would run.")] = False,
+    report: Annotated[bool, typer.Option(help="Write the report too.")] = True,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="The default: finished work is kept.")
+    ] = (False),
+    seed: Seed = 0,
+    quiet: Quiet = False,
+) -> None:
+    """Run arms x seeds on one model, then compare them with statistics; resumable."""
+    from headwise.cli.show import console, cost_tables
+    from headwise.studies.estimate import estimate_study
+    from headwise.studies.run import run_study
+    from headwise.studies.study import load_study
+
+    asked = load_study(file)
+    screen = console(quiet)
+    folder = out or Path("out") / asked.name
+    for item in cost_tables(asked.name, [cost.row for cost in estimate_study(asked, folder)]):
+        screen.print(item)
+    if dry_run:
+        return
+    with resumable("the same command goes on where it stopped"):
+        run_study(asked, out=folder, quiet=quiet, say=screen.print)
+    wrote([folder / "study.json", folder / "summary.json"], quiet)
+    if report:
+        _write_report(folder, folder / "report", quiet)
+
+
+@app.command()
+def demo(
+    out: Out = Path("out/demo"),
+    seed: Seed = 0,
+    quiet: Quiet = False,
+) -> None:
+    """Diagnose the bundled patient, repair it with its controls, compare, and write the report."""
+    from headwise.cli.show import console
+    from headwise.studies.run import run_study
+    from headwise.studies.study import load_study
+
+    screen = console(quiet)
+    with resumable("the same command goes on where it stopped"):
+        folder = run_study(load_study("demo"), out=out, quiet=quiet, say=screen.print)
+    _write_report(folder, folder, quiet)
+
+
+@app.command()
+def report(
+    source: Annotated[Path, typer.Argument(metavar="RUN_OR_STUDY", help="A run or study folder.")],
+    out: Annotated[Path | None, typer.Option(help="Folder of the report.")] = None,
+    seed: Seed = 0,
+    quiet: Quiet = False,
+) -> None:
+    """Write report.html, figures and tables from artefacts alone; no model is loaded."""
+    _write_report(source, out or source / "report", quiet)
+
+
+def _write_report(source: Path, out: Path, quiet: bool) -> None:
+    from headwise.cli.show import console
+    from headwise.report.write import write_report
+
+    path = write_report(source, out)
+    console(quiet).print(f"look at {path}")
+
+
+@app.command()
+def bench(
+    what: Annotated[
+        str, typer.Argument(help="diagnose, repair, ablation, plasticity or all")
+    ] = "all",
+    model: Annotated[str | None, typer.Option(help="Model for `diagnose`.")] = None,
+    repeats: Annotated[int, typer.Option(help="Runs of each cell.", min=1)] = 3,
+    out: Out = Path("out/bench"),
+    seed: Seed = 0,
+    quiet: Quiet = False,
+) -> None:
+    """The project's own benchmarks: each a ratio to a named peer, in one run."""
+    from headwise.bench.run import run_benchmarks
+    from headwise.cli.show import bench_tables, console
+
+    for name, rows in run_benchmarks(what, model=model, repeats=repeats, out=out):
+        for item in bench_tables(name, rows):
+            console(quiet).print(item)

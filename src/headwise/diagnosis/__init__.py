@@ -1,0 +1,1 @@
+"""Diagnosis: every head's measures and class."""

@@ -1,0 +1,95 @@
+"""The published BLOOM head maps as diagnoses, so that every view can be tried on real numbers.
+
+They were digitised from the paper's figures (see data/bloom/README.md): first-token mass only, so
+nobody is `low_entropy` in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from headwise.artefacts import content_hash, read_json
+from headwise.bundled import DATA
+from headwise.diagnosis.values import Diagnosis, Thresholds, diagnosis_from
+from headwise.errors import ArtefactError
+
+BLOOM = DATA / "bloom"
+
+
+STOCK_MAPS = BLOOM / "bloom_stock_first_token_mass.json"
+
+
+_HIDDEN = {"560m": 1024, "1b7": 2048, "3b": 2560, "7b1": 4096}
+
+
+_VOCABULARY = 250_880
+
+
+def published_diagnoses(path: Path = STOCK_MAPS) -> list[Diagnosis]:
+    """One diagnosis a model of a {model: [layer][head]} file of BLOOM first-token masses."""
+    return maps_as_diagnoses(read_json(path), path)
+
+
+def maps_as_diagnoses(maps: Mapping[str, Any], path: Path) -> list[Diagnosis]:
+    """Turn {model: [layer][head]} into diagnoses."""
+    try:
+        arrays = {name: np.array(rows, dtype=float) for name, rows in maps.items()}
+    except (TypeError, ValueError):
+        arrays = {}
+    if not arrays or any(array.ndim != 2 for array in arrays.values()):
+        raise ArtefactError(
+            "neither a headwise artefact nor a file of head maps",
+            where=path,
+            fix="pass diagnosis.json, or {model: [[first-token mass of each head] of each layer]}",
+        )
+    return [_diagnosis(name, array) for name, array in arrays.items()]
+
+
+def published_diagnosis(name: str, mass: np.ndarray) -> Diagnosis:
+    """A diagnosis of one BLOOM from its first-token masses alone."""
+    return _diagnosis(name, mass)
+
+
+def _diagnosis(name: str, mass: np.ndarray) -> Diagnosis:
+    num_layers, num_heads = mass.shape
+    slopes = bloom_slopes(num_heads)
+    size = name.rsplit("-", 1)[-1].lower()
+    return diagnosis_from(
+        model={
+            "id": name,
+            "model_type": "bloom",
+            "fingerprint": content_hash([mass.tobytes()]),
+            "num_layers": num_layers,
+            "num_heads": num_heads,
+            "num_kv_heads": num_heads,
+            "head_dim": _HIDDEN[size] // num_heads if size in _HIDDEN else None,
+            "hidden_size": _HIDDEN.get(size),
+            "qkv_bias": True,
+            "output_bias": True,
+            "positions": "alibi",
+            "num_parameters": _num_parameters(_HIDDEN.get(size), num_layers),
+        },
+        maps={"first_token_mass": mass, "slope": np.tile(slopes, (num_layers, 1))},
+        thresholds=Thresholds(),
+        provenance={"source": "digitised from the published figures", "resolution": 0.002},
+    )
+
+
+def _num_parameters(hidden: int | None, num_layers: int) -> int | None:
+    """BLOOM's count from its shape: embeddings, two norms, and 12 h^2 + 13 h a layer."""
+    if hidden is None:
+        return None
+    return _VOCABULARY * hidden + 4 * hidden + num_layers * (12 * hidden**2 + 13 * hidden)
+
+
+def bloom_slopes(num_heads: int) -> np.ndarray:
+    """ALiBi slopes of BLOOM for any number of heads."""
+    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+
+    bias = build_alibi_tensor(torch.ones(1, 2), num_heads, torch.float32)
+    return bias[:, 0, 1].double().numpy()

@@ -1,0 +1,133 @@
+"""Diagnosis: measure every head, give it a class, and describe the band of sick ones.
+
+`diagnose` runs a model and returns a frozen `Diagnosis`; everything after it (plan, compare,
+report) reads that value and never the model. First-token mass is the paper's "BOS mass", but the
+first token need not be a BOS: BLOOM's tokenizer adds none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from headwise.artefacts import versions
+from headwise.diagnosis.dormancy import weight_dormancy
+from headwise.diagnosis.measures import Measured, measure_heads, positional_baseline
+from headwise.diagnosis.values import Diagnosis, Thresholds, diagnosis_from
+from headwise.errors import TextError
+from headwise.models.architectures import alibi_slopes, geometry_of
+from headwise.models.description import describe_model
+from headwise.progress import track
+from headwise.texts.batches import DEFAULT_MAX_LENGTH, batches, encode_texts
+from headwise.texts.text_sets import TextSet, bundled_texts
+
+SINK_RATE_EPSILON = 0.3  # Gu et al. 2410.10781
+
+
+def diagnose(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: TextSet | Sequence[str] | None = None,
+    *,
+    name: str | None = None,
+    max_length: int = DEFAULT_MAX_LENGTH,
+    batch_size: int = 4,
+    skip_queries: int = 0,
+    bos: bool = False,
+    thresholds: Thresholds | None = None,
+    quiet: bool = True,
+) -> Diagnosis:
+    """Measure and classify every head of a loaded model."""
+    chosen = _as_text_set(texts)
+    encoded = encode_texts(
+        tokenizer, chosen.texts, max_length=max_length, bos=bos, minimum=max(2, skip_queries + 1)
+    )
+    measured = measure_heads(
+        model,
+        track(list(batches(encoded, batch_size)), "measuring heads", quiet=quiet),
+        num_texts=len(encoded),
+        max_length=max(map(len, encoded)),
+        skip_queries=skip_queries,
+        pooled=True,
+    )
+    lengths = [len(ids) for ids in encoded]
+    maps = {**measured.means(), **_positional_maps(model, lengths, skip_queries)}
+    settings = {"max_length": max_length, "skip_queries": skip_queries, "bos": bos}
+    return diagnosis_from(
+        model=describe_model(model, name),
+        maps=maps,
+        thresholds=thresholds or Thresholds(),
+        spread=measured.spreads(),
+        profile=_profile(measured),
+        pooled=_pooled(measured),
+        sink_rate=_sink_rate(measured),
+        mlp_dormancy=weight_dormancy(model),
+        provenance={
+            "texts": {**chosen.describe(), "tokens": sum(lengths)},
+            "settings": settings,
+            "versions": versions(),
+        },
+    )
+
+
+def _as_text_set(texts: TextSet | Sequence[str] | None) -> TextSet:
+    if texts is None:
+        return bundled_texts()
+    if isinstance(texts, TextSet):
+        return texts
+    if isinstance(texts, str) or not all(text.strip() for text in texts) or not texts:
+        raise TextError(
+            "texts must be a non-empty list of non-empty strings",
+            fix="pass e.g. texts=['Some text.', 'Another one.']",
+        )
+    return TextSet("given", tuple(texts))
+
+
+def _positional_maps(
+    model: PreTrainedModel, lengths: list[int], skip: int
+) -> dict[str, Float[np.ndarray, "layer head"]]:
+    geometry = geometry_of(model)
+    slopes = alibi_slopes(model)
+    per_head = np.zeros(geometry.num_heads) if slopes is None else slopes.double().numpy()
+    rows = positional_baseline(per_head, lengths, skip)
+    if slopes is not None:
+        rows["slope"] = per_head
+    return {name: np.tile(row, (geometry.num_layers, 1)) for name, row in rows.items()}
+
+
+def _profile(measured: Measured) -> dict[str, Any]:
+    filled = np.flatnonzero(measured.profile_count)
+    mass = measured.profile_sum[filled] / measured.profile_count[filled, None, None]
+    return {
+        **_bucket_edges(filled),
+        "num_queries": [int(n) for n in measured.profile_count[filled]],
+        "first_token_mass": mass.transpose(1, 2, 0).tolist(),  # [layer][head][bucket]
+    }
+
+
+def _pooled(measured: Measured) -> dict[str, Any]:
+    """Each head's attention pooled into query x key buckets: a picture of any length."""
+    assert measured.pooled_sum is not None
+    last = int(np.flatnonzero(measured.profile_count)[-1]) + 1
+    counts = np.maximum(measured.profile_count[:last], 1)[:, None]
+    return {
+        **_bucket_edges(np.arange(last)),
+        # [layer][head][query bucket][key bucket]
+        "maps": (measured.pooled_sum[:, :, :last, :last] / counts).round(6).tolist(),
+    }
+
+
+def _bucket_edges(filled: np.ndarray) -> dict[str, list[int]]:
+    return {
+        "bucket_start": [0 if b == 0 else 2 ** (int(b) - 1) for b in filled],
+        "bucket_stop": [1 if b == 0 else 2 ** int(b) for b in filled],
+    }
+
+
+def _sink_rate(measured: Measured) -> dict[str, Any]:
+    masses = measured.values["first_token_mass"]
+    return {"epsilon": SINK_RATE_EPSILON, "value": float((masses > SINK_RATE_EPSILON).mean())}

@@ -1,0 +1,97 @@
+"""Dormant MLP neurons: by weight norms as the paper counts them, and by activations.
+
+The weight rule multiplies the norm of what a neuron reads by the norm of what it writes. It is a
+function of MLP weights alone, so it *cannot* change when only attention is trained: an unchanged
+count confirms nothing. The activation rule (ReDo: mean |activation| at most tau of the layer's
+mean) can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from headwise.models.architectures import architecture_of, blocks_of, is_transposed, weight_of
+from headwise.texts.batches import Batch
+
+WEIGHT_THRESHOLD = 0.01
+
+
+ACTIVATION_TAU = 0.025
+
+
+def weight_dormancy(model: PreTrainedModel, threshold: float = WEIGHT_THRESHOLD) -> dict[str, Any]:
+    """Share of neurons whose weight-norm product is below the threshold, per layer and overall."""
+    importances = [_importance(model, block) for block in blocks_of(model)]
+    return _summary(
+        [value < threshold for value in importances],
+        rule=f"norm(in) * norm(out) < {threshold} (gated: geometric mean of both in-norms)",
+    )
+
+
+def _importance(model: PreTrainedModel, block: nn.Module) -> Float[Tensor, "neuron"]:
+    row = architecture_of(model)
+    norms = [norm for name in row.mlp_in for norm in _row_norms(block, name)]
+    down = block.get_submodule(row.mlp_out)
+    reads = torch.stack(norms).prod(0) ** (1 / len(norms))
+    writes: Tensor = weight_of(down).float().norm(dim=1 if is_transposed(down) else 0)
+    return reads * writes
+
+
+def _row_norms(block: nn.Module, name: str) -> list[Tensor]:
+    name, _, parts = name.partition("*")
+    module = block.get_submodule(name)
+    norms = weight_of(module).float().norm(dim=0 if is_transposed(module) else 1)
+    return list(norms.chunk(int(parts or 1)))
+
+
+def activation_dormancy(
+    model: PreTrainedModel, batches: Iterable[Batch], tau: float = ACTIVATION_TAU
+) -> dict[str, Any]:
+    """Share of neurons whose mean |activation| is at most `tau` of their layer's mean."""
+    row = architecture_of(model)
+    blocks = blocks_of(model)
+    totals: list[Tensor | None] = [None] * len(blocks)
+    real: list[Tensor] = []
+
+    def watch(layer: int) -> Any:
+        def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            # OPT flattens (text, position) before its MLP; both orders agree with `real`
+            flat = inputs[0].detach().float().abs().reshape(-1, inputs[0].shape[-1])
+            seen = (flat * real[0].reshape(-1, 1)).sum(0)
+            earlier = totals[layer]
+            totals[layer] = seen if earlier is None else earlier + seen
+
+        return hook
+
+    handles = [
+        block.get_submodule(row.mlp_out).register_forward_pre_hook(watch(layer))
+        for layer, block in enumerate(blocks)
+    ]
+    device = next(model.parameters()).device
+    try:
+        for batch in batches:
+            mask = torch.arange(batch.ids.shape[1])[None] < batch.lengths[:, None]
+            real[:] = [mask.float().to(device)]
+            with torch.inference_mode():
+                model.base_model(input_ids=batch.ids.to(device), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    dormant = [total <= tau * total.mean() for total in totals if total is not None]
+    return _summary(dormant, rule=f"mean |activation| <= {tau} of the layer's mean")
+
+
+def _summary(dormant: list[Tensor], rule: str) -> dict[str, Any]:
+    return {
+        "rule": rule,
+        "share": float(torch.cat(dormant).float().mean()),
+        "num_dormant": int(sum(int(d.sum()) for d in dormant)),
+        "num_neurons": int(sum(d.numel() for d in dormant)),
+        "share_by_layer": [float(d.float().mean()) for d in dormant],
+    }

@@ -1,0 +1,156 @@
+"""Figures: one look everywhere, colour-blind-safe, PNG for slides and SVG for papers.
+
+Every function takes values (a `Diagnosis`, maps) and returns a matplotlib `Figure`; `save_figure`
+writes it. No pyplot: no global state, nothing to close. The same figure gives the same bytes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+
+if TYPE_CHECKING:  # the report draws from artefacts and must not load torch
+    from headwise.diagnosis.survey import Survey
+    from headwise.diagnosis.values import Diagnosis
+from headwise.drawing import (
+    BLUE,
+    GREY,
+    MASS_COLOURS,
+    RED,
+    STYLE,
+    draw_map,
+    head_heat_map,
+    new_figure,
+    save_figures,
+    titled_axes,
+)
+
+
+def short_name(diagnosis: Diagnosis) -> str:
+    """The model's name as a title can carry it: the last part of a path, without its ending."""
+    name = str(diagnosis.model["id"]).rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf")
+    return name if len(name) <= 32 else name[:29] + "..."
+
+
+def mass_histogram(diagnosis: Diagnosis) -> Figure:
+    """Histogram of first-token mass over heads (paper Fig. 1), bars coloured by the threshold."""
+    mass = diagnosis.maps["first_token_mass"].ravel()
+    cut = diagnosis.thresholds.sink
+    figure = new_figure(6.4, 3.6)
+    title = f"{short_name(diagnosis)}: first-token mass of {mass.size} heads"
+    axes = titled_axes(figure, title, "first-token mass", "heads")
+    counts, edges = np.histogram(mass, bins=50, range=(0, 1))
+    colours = [RED if left >= cut else BLUE for left in edges[:-1]]
+    axes.bar(edges[:-1], counts, width=0.02, align="edge", color=colours, edgecolor="white", lw=0.3)
+    axes.axvline(cut, color="black", ls="--", lw=1)
+    counted = diagnosis.counts
+    axes.text(cut + 0.01, axes.get_ylim()[1] * 0.94, f"{counted['sick']} sick", color=RED)
+    axes.text(
+        cut - 0.01,
+        axes.get_ylim()[1] * 0.94,
+        f"{counted['total'] - counted['sick']} not",
+        color=BLUE,
+        ha="right",
+    )
+    sweep = diagnosis.threshold_sweep
+    note = (
+        f"between 0.4 and 0.6: {sweep['share_between_0.4_and_0.6']:.0%} of heads; "
+        f"valley depth {sweep['valley']['depth']:.2f}"
+    )
+    axes.set_xlabel(f"first-token mass   ({note})")
+    return figure
+
+
+def mass_against_slope(diagnosis: Diagnosis) -> Figure:
+    """First-token mass of every head against its ALiBi slope, with the positional baseline."""
+    slope = diagnosis.maps["slope"]
+    mass = diagnosis.maps["first_token_mass"]
+    figure = new_figure(6.4, 3.6)
+    axes = titled_axes(
+        figure,
+        f"{short_name(diagnosis)}: shallow slopes sink",
+        "ALiBi slope (log)",
+        "first-token mass",
+    )
+    sick = diagnosis.sick
+    axes.scatter(slope[~sick], mass[~sick], s=12, color=BLUE, alpha=0.7, label="not sick")
+    axes.scatter(slope[sick], mass[sick], s=12, color=RED, alpha=0.7, label="sick")
+    axes.plot(slope[0], mass.mean(0), color="black", lw=1, label="mean of index")
+    baseline = diagnosis.maps.get("first_token_mass_positional_baseline")
+    if baseline is not None:
+        axes.plot(slope[0], baseline[0], color=GREY, ls=":", label="q.k = 0")
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(0, 1)
+    axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def position_profile(diagnosis: Diagnosis) -> Figure:
+    """First-token mass by query position: sick and other heads apart, one thin line a head."""
+    profile = np.array(diagnosis.profile["first_token_mass"])  # (layer, head, bucket)
+    starts = np.array(diagnosis.profile["bucket_start"])
+    middle = np.sqrt((starts + 0.5) * (np.array(diagnosis.profile["bucket_stop"]) - 0.5))
+    figure = new_figure(6.4, 3.6)
+    axes = titled_axes(
+        figure,
+        f"{short_name(diagnosis)}: first-token mass along the text",
+        "query position (log2 buckets)",
+        "first-token mass",
+    )
+    sick = diagnosis.sick
+    for mask, colour, label in ((~sick, BLUE, "not sick"), (sick, RED, "sick")):
+        if not mask.any():
+            continue
+        axes.plot(middle, profile[mask].T, color=colour, alpha=0.15, lw=0.7)
+        axes.plot(middle, profile[mask].mean(0), color=colour, lw=2.2, label=f"mean of {label}")
+    axes.plot(middle, 1 / (middle + 0.5), color=GREY, ls=":", label="uniform attention")
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(0, 1.02)
+    axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def survey_panels(survey: Survey) -> Figure:
+    """Heat maps of first-token mass side by side (paper Fig. 2)."""
+    count = len(survey.diagnoses)
+    columns = min(2, count)
+    rows = -(-count // columns)
+    figure = new_figure(5.2 * columns, 4.2 * rows)
+    with mpl.rc_context(STYLE):
+        grid = figure.subplots(rows, columns, squeeze=False)
+    for axes in grid.flat[count:]:
+        axes.set_visible(False)
+    for axes, diagnosis, row in zip(grid.flat, survey.diagnoses, survey.rows, strict=False):
+        draw_map(axes, diagnosis.maps["first_token_mass"], Normalize(0, 1), MASS_COLOURS)
+        axes.set_title(
+            f"{row['model']}: {row['sick_share']:.1%} sick ({row['sick']}/{row['total_heads']})",
+            loc="left",
+        )
+    image = grid[0, 0].images[0]  # all panels share one scale
+    figure.colorbar(image, ax=grid, label="first-token mass", fraction=0.03)
+    return figure
+
+
+def diagnosis_figures(diagnosis: Diagnosis, folder: Path) -> list[Path]:
+    """All figures of one diagnosis that its maps allow."""
+    mass = diagnosis.maps["first_token_mass"]
+    figures = {
+        "first_token_mass_histogram": mass_histogram(diagnosis),
+        "first_token_mass_map": head_heat_map(
+            mass, f"{short_name(diagnosis)}\nfirst-token mass", "first-token mass", limits=(0, 1)
+        ),
+    }
+    if "entropy" in diagnosis.maps:
+        figures["entropy_map"] = head_heat_map(
+            diagnosis.maps["entropy"], f"{short_name(diagnosis)}\nattention entropy", "nats"
+        )
+    if "slope" in diagnosis.maps:
+        figures["mass_against_slope"] = mass_against_slope(diagnosis)
+    if diagnosis.profile:
+        figures["profile_by_position"] = position_profile(diagnosis)
+    return save_figures(figures, folder)

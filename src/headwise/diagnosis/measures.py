@@ -1,0 +1,253 @@
+"""Per-head measures of attention, exact and without the T x T matrix.
+
+A reader on the tap turns each layer into sums over real queries, text by text: a map's value is the
+mean over texts of the text's own mean, so long texts do not outvote short ones. All sums are taken
+in float64 from float32 numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from headwise.errors import ModelError
+from headwise.forward.attention import bucket_mass, mass_at, moments
+from headwise.forward.tap import Sight, tapped
+from headwise.models.architectures import geometry_of, is_transposed, projection_of, weight_of
+from headwise.texts.batches import Batch
+
+LOCAL_WINDOW = 3  # t-2 .. t
+
+
+MEASURES = (
+    "first_token_mass",
+    "entropy",
+    "normalized_entropy",
+    "local_mass",
+    "previous_token_mass",
+    "mean_distance",
+    "output_norm",
+    "output_norm_ratio",
+    "projected_norm",
+    "constant_share",
+    "first_token_contribution",
+    "value_norm_ratio",
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Every measure for every text and head, and the first-token mass by query position."""
+
+    values: dict[str, Float[np.ndarray, "text layer head"]]
+    profile_sum: Float[np.ndarray, "bucket layer head"]
+    profile_count: Int[np.ndarray, "bucket"]
+    pooled_sum: Float[np.ndarray, "layer head bucket bucket"] | None = None  # query x key buckets
+
+    def means(self) -> dict[str, Float[np.ndarray, "layer head"]]:
+        """Mean over texts."""
+        return {name: value.mean(0) for name, value in self.values.items()}
+
+    def spreads(self) -> dict[str, Float[np.ndarray, "layer head"]]:
+        """Standard deviation over texts (0 for a single text)."""
+        many = next(iter(self.values.values())).shape[0] > 1
+        return {n: v.std(0, ddof=1) if many else 0 * v[0] for n, v in self.values.items()}
+
+
+def position_bucket(position: int) -> int:
+    """Bucket 0 is query 0; bucket b covers queries 2^(b-1) .. 2^b - 1."""
+    return position.bit_length()
+
+
+def measure_heads(
+    model: PreTrainedModel,
+    batches: Iterable[Batch],
+    *,
+    num_texts: int,
+    max_length: int,
+    skip_queries: int = 0,
+    pooled: bool = False,
+) -> Measured:
+    """Run the model over batches and measure every head on every text."""
+    geometry = geometry_of(model)
+    shape = (num_texts, geometry.num_layers, geometry.num_heads)
+    values = {name: np.zeros(shape) for name in MEASURES}
+    num_buckets = position_bucket(max_length - 1) + 1
+    profile = np.zeros((num_buckets, *shape[1:]))
+    counts = np.zeros(num_buckets, dtype=np.int64)
+    pools = np.zeros((*shape[1:], num_buckets, num_buckets)) if pooled else None
+    grams = _output_grams(model)
+    device = next(model.parameters()).device
+    for batch in batches:
+        weights = _query_weights(batch, skip_queries).to(device)
+        buckets = torch.tensor([position_bucket(t) for t in range(batch.ids.shape[1])])
+        rows = list(batch.index)
+
+        def read(
+            sight: Sight,
+            weights: Tensor = weights,
+            buckets: Tensor = buckets,
+            rows: list[int] = rows,
+        ) -> None:
+            mass = mass_at(sight.scores, sight.lse, None)
+            for name, value in _layer_measures(sight, mass, weights, grams[sight.layer]).items():
+                values[name][rows, sight.layer] = value.cpu().numpy()
+            profile[:, sight.layer] += _by_bucket(mass, weights, buckets, num_buckets)
+            if pools is not None:
+                shares = bucket_mass(sight.scores, buckets, num_buckets)
+                pools[sight.layer] += _pooled(shares, weights, buckets, num_buckets)
+
+        with torch.inference_mode(), tapped(model, read):
+            # the output head is not needed for attention: run the backbone alone
+            model.base_model(input_ids=batch.ids.to(device), use_cache=False)
+        counts += _bucket_counts(weights, buckets, num_buckets)
+    measured = Measured(values, profile, counts, pools)
+    _require_finite(measured)
+    return measured
+
+
+def _query_weights(batch: Batch, skip: int) -> Float[Tensor, "text query"]:
+    """1 / (number of measured queries) at measured queries, 0 elsewhere."""
+    position = torch.arange(batch.ids.shape[1])
+    chosen = (position[None] < batch.lengths[:, None]) & (position[None] >= skip)
+    return chosen / chosen.sum(1, keepdim=True).clamp_min(1)
+
+
+def _mean(value: Tensor, weights: Tensor) -> Float[Tensor, "text head"]:
+    """Mean over measured queries; padding may hold anything, so it is replaced, not multiplied."""
+    weights = weights[:, None].double()
+    return (torch.where(weights > 0, value.double(), 0.0) * weights).sum(-1)
+
+
+def _later(weights: Tensor) -> Tensor:
+    """Weights that leave out query 0, where a measure is undefined."""
+    weights = weights.clone()
+    weights[:, 0] = 0
+    return weights / weights.sum(1, keepdim=True).clamp_min(1e-30)
+
+
+def _layer_measures(
+    sight: Sight, mass: Tensor, weights: Tensor, gram: Tensor
+) -> dict[str, Float[Tensor, "text head"]]:
+    return {
+        **_attention_measures(sight, mass, weights),
+        **_output_measures(sight, mass, weights, gram),
+    }
+
+
+def _attention_measures(sight: Sight, mass: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    scores, lse = sight.scores, sight.lse
+    moment = moments(scores, lse)
+    position = torch.arange(scores.length, device=lse.device, dtype=torch.float32)
+    visible = (position + 1).clamp_max(scores.window or math.inf)
+    back = [mass_at(scores, lse, offset) for offset in range(LOCAL_WINDOW)]
+    later = _later(weights)
+    return {
+        "first_token_mass": _mean(mass, weights),
+        "entropy": _mean(moment.entropy, weights),
+        "normalized_entropy": _mean(moment.entropy / visible.log().clamp_min(1e-6), later),
+        "local_mass": _mean(sum(back[1:], back[0]), weights),
+        "previous_token_mass": _mean(back[1], later),
+        "mean_distance": _mean(position - moment.mean_key, weights),
+    }
+
+
+def _output_measures(
+    sight: Sight, mass: Tensor, weights: Tensor, gram: Tensor
+) -> dict[str, Tensor]:
+    out = sight.out.float()
+    if bool((weights == 0).any()):  # padding may hold anything
+        out = torch.where(weights[:, None, :, None] > 0, out, 0.0)
+    group = out.shape[1] // sight.v.shape[1]
+    norms = sight.v.float().norm(dim=-1).repeat_interleave(group, 1)  # (text, head, key)
+    power = out.square().sum(-1)
+    norm = _mean(power.sqrt(), weights)
+    center = (weights[:, None, None].to(out) @ out)[:, :, 0]  # (text, head, value)
+    first = sight.v[:, :, 0].float().repeat_interleave(group, 1)
+    along = (out @ first[..., None])[..., 0]
+    projected = ((out @ gram) * out).sum(-1).clamp_min(0).sqrt()
+    return {
+        "output_norm": norm,
+        "output_norm_ratio": norm / norm.mean(1, keepdim=True).clamp_min(1e-30),
+        "projected_norm": _mean(projected, weights),
+        "constant_share": center.double().square().sum(-1) / _mean(power, weights).clamp_min(1e-30),
+        "first_token_contribution": _mean(mass * along / power.clamp_min(1e-30), weights),
+        "value_norm_ratio": norms[:, :, 0].double() / _mean(norms, _later((weights > 0).float())),
+    }
+
+
+def _output_grams(model: PreTrainedModel) -> list[Float[Tensor, "head value value"]]:
+    """W_O^T W_O of every head: the norm of what it adds to the residual stream, from o alone."""
+    geometry = geometry_of(model)
+    grams = []
+    for layer in range(geometry.num_layers):
+        module = projection_of(model, layer, "o")
+        weight = weight_of(module).float()
+        columns = weight if is_transposed(module) else weight.T  # (head * value, hidden)
+        heads = columns.reshape(geometry.num_heads, geometry.head_dim, -1)
+        grams.append(heads @ heads.transpose(1, 2))
+    return grams
+
+
+def _by_bucket(
+    mass: Tensor, weights: Tensor, buckets: Tensor, num_buckets: int
+) -> Float[np.ndarray, "bucket head"]:
+    masked = torch.where(weights[:, None] > 0, mass.double(), 0.0).sum(0).cpu()  # (head, query)
+    sums = torch.zeros(num_buckets, mass.shape[1], dtype=torch.float64)
+    return sums.index_add_(0, buckets, masked.T.contiguous()).numpy()
+
+
+def _pooled(
+    shares: Float[Tensor, "text head query bucket"],
+    weights: Tensor,
+    buckets: Tensor,
+    num_buckets: int,
+) -> Float[np.ndarray, "head bucket bucket"]:
+    """Sums over measured queries of one query bucket: [head][query bucket][key bucket]."""
+    masked = torch.where(weights[:, None, :, None] > 0, shares.double(), 0.0).sum(0).cpu()
+    sums = torch.zeros(shares.shape[1], num_buckets, num_buckets, dtype=torch.float64)
+    return sums.index_add_(1, buckets, masked).numpy()
+
+
+def _bucket_counts(weights: Tensor, buckets: Tensor, num_buckets: int) -> Int[np.ndarray, "bucket"]:
+    queries = (weights > 0).sum(0).cpu()
+    return torch.zeros(num_buckets, dtype=torch.long).index_add_(0, buckets, queries).numpy()
+
+
+def _require_finite(measured: Measured) -> None:
+    for name, value in measured.values.items():
+        bad = np.argwhere(~np.isfinite(value))
+        if len(bad):
+            text, layer, head = (int(i) for i in bad[0])
+            raise ModelError(
+                f"{name} of L{layer}H{head} on text {text} is not a finite number",
+                fix="the model overflows on this text: try --dtype float32",
+            )
+
+
+def positional_baseline(
+    slopes: Float[np.ndarray, "head"], lengths: Iterable[int], skip_queries: int = 0
+) -> dict[str, Float[np.ndarray, "head"]]:
+    """First-token mass and entropy of heads whose q.k is 0, mean over texts; slope 0 is uniform."""
+    lengths = list(lengths)
+    longest = max(lengths)
+    distance = np.arange(longest, dtype=np.float64)
+    mass = np.zeros((len(slopes), longest))
+    entropy = np.zeros_like(mass)
+    for head, slope in enumerate(np.asarray(slopes, dtype=np.float64)):
+        weight = np.exp(-slope * distance)  # key at this distance from the query
+        total = np.cumsum(weight)
+        mass[head] = weight / total
+        entropy[head] = np.log(total) + slope * np.cumsum(weight * distance) / total
+    result = {}
+    for name, rows in (("first_token_mass", mass), ("entropy", entropy)):
+        means = [rows[:, min(skip_queries, n - 1) : n].mean(1) for n in lengths]
+        result[f"{name}_positional_baseline"] = np.mean(means, axis=0)
+    return result

@@ -1,0 +1,110 @@
+"""Survey: the same read-out over a family of models (the paper's Table 1 and Fig. 2).
+
+The layer share of a band is computed as what it says: for each head index of the band, the share of
+layers in which that head is sick. (The paper's column holds index / number of heads instead.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.stats import spearmanr
+
+from headwise.artefacts import read_json, save_artefact, versions
+from headwise.diagnosis.bloom_maps import maps_as_diagnoses
+from headwise.diagnosis.values import Diagnosis
+from headwise.errors import ArtefactError, HeadwiseError
+from headwise.heads import format_indices
+
+
+@dataclass(frozen=True)
+class Survey:
+    """One row a model, in the order given."""
+
+    rows: tuple[dict[str, Any], ...]
+    diagnoses: tuple[Diagnosis, ...] = field(repr=False)
+
+    def save(self, path: Path) -> Path:
+        """Write `survey.json`."""
+        body = {
+            "rows": [dict(row) for row in self.rows],
+            "maps": [d.maps["first_token_mass"].tolist() for d in self.diagnoses],
+            "provenance": {"versions": versions()},
+        }
+        return save_artefact(path, "survey", body)
+
+
+def survey_models(diagnoses: Sequence[Diagnosis]) -> Survey:
+    """Compare diagnoses of several models."""
+    if not diagnoses:
+        raise HeadwiseError("nothing to survey", fix="name at least one model or diagnosis.json")
+    return Survey(tuple(_row(diagnosis) for diagnosis in diagnoses), tuple(diagnoses))
+
+
+def _row(diagnosis: Diagnosis) -> dict[str, Any]:
+    counts, band = diagnosis.counts, diagnosis.band
+    shares = [band["sick_share_by_index"][index] for index in band["indices"]]
+    sick_layers = np.flatnonzero(diagnosis.sick.any(1))
+    return {
+        "model": diagnosis.model["id"],
+        "num_parameters": diagnosis.model.get("num_parameters"),
+        "num_layers": diagnosis.model["num_layers"],
+        "num_heads": diagnosis.model["num_heads"],
+        "positions": diagnosis.model["positions"],
+        "total_heads": counts["total"],
+        "sick": counts["sick"],
+        "dead": counts["dead"],
+        "sick_share": counts["sick"] / counts["total"],
+        "band": band["indices"],
+        "band_layer_share_min": min(shares) if shares else None,
+        "band_layer_share_max": max(shares) if shares else None,
+        "sick_layers": [int(sick_layers[0]), int(sick_layers[-1])] if len(sick_layers) else None,
+        "sick_count_by_index": [int(n) for n in diagnosis.sick.sum(0)],
+        "spearman_slope_sick_share": slope_correlation(diagnosis),
+        "share_between_0.4_and_0.6": diagnosis.threshold_sweep["share_between_0.4_and_0.6"],
+    }
+
+
+def slope_correlation(diagnosis: Diagnosis) -> float | None:
+    """Spearman correlation over head indices of ALiBi slope with the share of sick layers."""
+    share = diagnosis.sick.mean(0)
+    if "slope" not in diagnosis.maps or len(share) < 3 or share.std() == 0:
+        return None
+    return float(spearmanr(diagnosis.maps["slope"][0], share).statistic)
+
+
+def read_diagnoses(path: Path) -> list[Diagnosis]:
+    """Diagnoses in a file: one `diagnosis.json`, or several as {model: [layer][head]} maps."""
+    body = read_json(path)
+    if "schema" not in body:
+        return maps_as_diagnoses(body, path)
+    if body["schema"] != "headwise.diagnosis/1":
+        raise ArtefactError(
+            f"schema is {body['schema']!r}, expected headwise.diagnosis/1", where=path
+        )
+    return [Diagnosis.from_json(body)]
+
+
+def survey_table(survey: Survey) -> tuple[list[str], list[list[object]]]:
+    """Columns and rows of the cross-scale table (paper Table 1, layer shares computed rightly)."""
+    columns = ["model", "weights", "heads", "sick", "band", "layers sick in band", "slope~sick"]
+    rows: list[list[object]] = []
+    for row in survey.rows:
+        low, high = row["band_layer_share_min"], row["band_layer_share_max"]
+        rho = row["spearman_slope_sick_share"]
+        rows.append(
+            [
+                row["model"],
+                "" if row["num_parameters"] is None else f"{row['num_parameters'] / 1e6:,.0f} M",
+                f"{row['num_layers']} x {row['num_heads']}",
+                f"{row['sick']} of {row['total_heads']} ({row['sick_share']:.1%})",
+                format_indices(row["band"]),
+                "" if low is None else f"{low:.0%} to {high:.0%}",
+                "" if rho is None else f"{rho:.2f}",
+            ]
+        )
+    return columns, rows

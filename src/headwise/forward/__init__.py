@@ -1,0 +1,1 @@
+"""Running a model: exact attention, the tap, partial runs, losses."""

@@ -1,0 +1,288 @@
+"""Causal attention that also returns its log-sum-exp, so that head statistics need no T x T matrix.
+
+Two exact ways to one result. The fused way is the kernel torch itself runs (CPU flash, or CUDA's
+memory-efficient kernel), called where its log-sum-exp is visible. The blockwise way is plain
+PyTorch over blocks of queries: it does what the kernels cannot (soft caps, sliding windows, learned
+sinks, arbitrary masks) and what their private ops might stop doing: `fused_is_trusted` compares the
+two on 64 tokens once a device and type.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+BLOCK = 256  # queries a block: the scores of one block stay in the cache of one core
+
+
+MASKED = -1e30  # finite, so that a row with no visible key stays finite (it is never read)
+
+
+Heads = Float[Tensor, "batch head query dim"]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """All that decides the attention of one layer: s = scale q.k, capped, plus a bias on keys."""
+
+    q: Heads
+    k: Float[Tensor, "batch kv_head key dim"]
+    scale: float
+    bias: Float[Tensor, "#batch head 1 key"] | None = None  # ALiBi, float32, as executed
+    visible: Bool[Tensor, "batch key"] | None = None  # False at padding
+    window: int | None = None  # a query sees this many keys, itself included
+    softcap: float | None = None
+    sinks: Float[Tensor, "head"] | None = None  # learned logits outside the keys (gpt-oss)
+    mask: Bool[Tensor, "batch 1 query key"] | None = None  # anything else, dense
+
+    @property
+    def length(self) -> int:
+        """Number of keys, and of queries: the tap always sees whole sequences."""
+        return int(self.k.shape[2])
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the fused kernel can express these scores."""
+        windowed = self.window is not None and self.window < self.length
+        return not windowed and self.softcap is None and self.sinks is None and self.mask is None
+
+
+def attend(
+    scores: Scores, v: Float[Tensor, "batch kv_head key value"]
+) -> tuple[Float[Tensor, "batch head query value"], Float[Tensor, "batch head query"]]:
+    """Attention output and log-sum-exp (float32); differentiable in q, k, v through the output."""
+    same_width = v.shape[-1] == scores.k.shape[-1]  # the CPU kernel's limit
+    trusted = fused_is_trusted(scores.q.device.type, scores.q.dtype)
+    fused = scores.is_plain and same_width and trusted
+    return _fused(scores, v) if fused else _blockwise(scores, v)
+
+
+def _fused(scores: Scores, v: Tensor) -> tuple[Tensor, Tensor]:
+    bias = _key_bias(scores)
+    if scores.q.device.type == "cpu":
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            scores.q, scores.k, v, 0.0, True, attn_mask=bias, scale=scores.scale
+        )
+        return out, lse
+    group = scores.q.shape[1] // scores.k.shape[1]
+    k, v = scores.k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    if bias is not None:  # this kernel wants the whole shape; expand makes no copy
+        bias = bias.to(scores.q.dtype).expand(*scores.q.shape[:3], scores.length)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        scores.q, k, v, bias, True, 0.0, True, scale=scores.scale
+    )
+    return out, lse[..., : scores.length]
+
+
+def _key_bias(scores: Scores) -> Float[Tensor, "batch head 1 key"] | None:
+    """ALiBi and padding as one additive bias on keys, in float32."""
+    bias = scores.bias
+    if scores.visible is not None:
+        padding = torch.zeros_like(scores.visible, dtype=torch.float32)
+        padding = padding.masked_fill(~scores.visible, MASKED)[:, None, None, :]
+        bias = padding if bias is None else bias + padding
+    if bias is None:
+        return None
+    return bias.expand(bias.shape[0], scores.q.shape[1], 1, scores.length)
+
+
+def _blockwise(scores: Scores, v: Tensor) -> tuple[Tensor, Tensor]:
+    outs, lses = [], []
+    for start in range(0, scores.length, BLOCK):
+        block = block_scores(scores, start, min(start + BLOCK, scores.length))
+        p = (block.logits - block.lse[..., None]).exp()
+        values = v[:, :, block.first_key : block.stop]
+        outs.append(_per_group(p, values).to(scores.q.dtype))
+        lses.append(block.lse)
+    return torch.cat(outs, 2), torch.cat(lses, 2)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Logits of queries [start, stop) on keys [first_key, stop), and their log-sum-exp."""
+
+    start: int
+    stop: int
+    first_key: int
+    logits: Float[Tensor, "batch head query key"]
+    lse: Float[Tensor, "batch head query"]
+
+
+def block_scores(scores: Scores, start: int, stop: int) -> Block:
+    """Masked float32 logits of one block of queries; memory is BLOCK x keys, never T x T."""
+    first = 0 if scores.window is None else max(0, start - scores.window + 1)
+    q, k = scores.q[:, :, start:stop].float(), scores.k[:, :, first:stop].float()
+    logits = _per_group(q, k.transpose(-1, -2)) * scores.scale
+    if scores.softcap is not None:
+        logits = scores.softcap * torch.tanh(logits / scores.softcap)
+    if scores.bias is not None:
+        logits = logits + scores.bias[..., first:stop]
+    logits = logits.masked_fill(~_allowed(scores, start, stop, first), MASKED)
+    lse = logits.logsumexp(-1)
+    if scores.sinks is not None:
+        lse = torch.logaddexp(lse, scores.sinks.float()[None, :, None].expand_as(lse))
+    return Block(start, stop, first, logits, lse)
+
+
+def _allowed(
+    scores: Scores, start: int, stop: int, first: int
+) -> Bool[Tensor, "batch 1 query key"]:
+    query = torch.arange(start, stop, device=scores.q.device)[:, None]
+    key = torch.arange(first, stop, device=scores.q.device)[None, :]
+    allowed = (key <= query)[None, None]
+    if scores.window is not None:
+        allowed = allowed & (query - key < scores.window)
+    if scores.visible is not None:
+        allowed = allowed & scores.visible[:, None, None, first:stop]
+    if scores.mask is not None:
+        allowed = allowed & scores.mask[:, :, start:stop, first:stop]
+    return allowed
+
+
+def _per_group(
+    left: Float[Tensor, "batch head query inner"], right: Float[Tensor, "batch kv_head inner out"]
+) -> Float[Tensor, "batch head query out"]:
+    """left @ right, where each key/value head serves its group of query heads."""
+    batch, heads, queries, inner = left.shape
+    grouped = left.reshape(batch, right.shape[1], -1, inner)
+    return (grouped @ right.to(left.dtype)).reshape(batch, heads, queries, -1)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """What the attention of every query says as a distribution over keys."""
+
+    entropy: Float[Tensor, "batch head query"]  # nats
+    mean_key: Float[Tensor, "batch head query"]  # expected key position
+
+
+def moments(scores: Scores, lse: Float[Tensor, "batch head query"]) -> Moments:
+    """Entropy and expected key position of every query, in float32, exactly."""
+    scores = replace(scores, q=scores.q.float(), k=scores.k.float())
+    if scores.is_plain and fused_is_trusted(scores.q.device.type, torch.float32):
+        return _fused_moments(scores, lse)
+    return _blockwise_moments(scores)
+
+
+def _fused_moments(scores: Scores, lse: Tensor) -> Moments:
+    """H = lse - E[s]; attention with V := [K, bias, position] gives E[s] and the mean position.
+
+    The added channels are zero in the queries, so one tensor serves as keys and as values.
+    """
+    q, k = scores.q, scores.k
+    bias = scores.bias
+    channels = []
+    if bias is not None:  # one bias a query head, so keys can no longer be shared by a group
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+        channels.append(bias.transpose(-1, -2).expand(*k.shape[:3], 1))
+    position = torch.arange(scores.length, device=q.device, dtype=torch.float32)
+    channels.append(position[None, None, :, None].expand(*k.shape[:3], 1))
+    wide_q, wide_k = torch.nn.functional.pad(q, (0, len(channels))), torch.cat([k, *channels], -1)
+    expected, _ = _fused(replace(scores, q=wide_q, k=wide_k), wide_k)
+    mean_score = (q * expected[..., : q.shape[-1]]).sum(-1) * scores.scale
+    if bias is not None:
+        mean_score = mean_score + expected[..., -2]
+    return Moments((lse - mean_score).clamp_min(0), expected[..., -1])
+
+
+def _blockwise_moments(scores: Scores) -> Moments:
+    entropies, means = [], []
+    for start in range(0, scores.length, BLOCK):
+        block = block_scores(scores, start, min(start + BLOCK, scores.length))
+        log_p = block.logits - block.lse[..., None]
+        p = log_p.exp()
+        # -sum p (s - lse), not lse - sum p s: with ALiBi (sum p - 1) |s| leaks 5e-3 nats
+        entropies.append(-(p * log_p.clamp_min(-1e4)).sum(-1) + _sink_entropy(scores, block))
+        key = torch.arange(block.first_key, block.stop, device=p.device, dtype=torch.float32)
+        means.append(p @ key / p.sum(-1).clamp_min(1e-30))
+    return Moments(torch.cat(entropies, 2).clamp_min(0), torch.cat(means, 2))
+
+
+def _sink_entropy(scores: Scores, block: Block) -> Tensor | float:
+    """The learned sink is an outcome too: -p ln p of the mass that no key receives."""
+    if scores.sinks is None:
+        return 0.0
+    log_p = scores.sinks.float()[None, :, None] - block.lse
+    return -(log_p.exp() * log_p)
+
+
+def bucket_mass(
+    scores: Scores, buckets: Int[Tensor, "key"], num_buckets: int
+) -> Float[Tensor, "batch head query bucket"]:
+    """Attention of every query on each bucket of keys: attention with one-hot buckets as values."""
+    scores = replace(scores, q=scores.q.float(), k=scores.k.float())
+    width = max(scores.k.shape[-1], num_buckets)  # the fused kernel wants values as wide as keys
+    one_hot = torch.nn.functional.one_hot(buckets.to(scores.k.device), width).float()
+    out, _ = attend(scores, one_hot.expand(*scores.k.shape[:2], -1, -1))
+    return out[..., :num_buckets]
+
+
+def mass_at(
+    scores: Scores, lse: Float[Tensor, "batch head query"], offset: int | None
+) -> Float[Tensor, "batch head query"]:
+    """Attention on the first key (`offset=None`) or on the key `offset` places back, 0 if unseen.
+
+    One dot product a query: p = exp(s - lse). Differentiable in q and k but not through `lse`.
+    """
+    length, back = scores.length, offset or 0
+    # queries back.. meet keys 0..length-back one to one, or all meet key 0: slices, no gathering
+    keys = slice(0, 1) if offset is None else slice(0, max(length - back, 0))
+    logits = _dots(scores.q[:, :, back:].float(), scores.k[:, :, keys].float()) * scores.scale
+    if scores.softcap is not None:
+        logits = scores.softcap * torch.tanh(logits / scores.softcap)
+    if scores.bias is not None:
+        logits = logits + scores.bias[:, :, 0, keys]
+    # rounding may put a dead head's share at 1 + 1e-8; a share is at most 1
+    share = (logits - lse[..., back:]).exp().clamp(max=1.0)
+    mass = torch.where(_seen(scores, offset, keys), share, 0.0)
+    return torch.nn.functional.pad(mass, (min(back, length), 0))
+
+
+def _seen(scores: Scores, offset: int | None, keys: slice) -> Bool[Tensor, "#batch 1 #query"]:
+    """Which queries may look at the key that `mass_at` asks for."""
+    window = scores.window or scores.length + 1
+    distance = torch.arange(scores.length, device=scores.q.device)
+    near = distance < window if offset is None else torch.full_like(distance[keys], offset < window)
+    seen = near.bool()[None, None]
+    if scores.visible is not None:
+        seen = seen & scores.visible[:, None, keys]
+    if scores.mask is not None:
+        dense = scores.mask
+        seen = seen & (dense[..., 0] if offset is None else dense.diagonal(-offset, 2, 3))
+    return seen
+
+
+def _dots(
+    q: Float[Tensor, "batch head query dim"], k: Float[Tensor, "batch kv_head #query dim"]
+) -> Float[Tensor, "batch head query"]:
+    """q.k of each query with its one key; keys are shared by groups of heads, never copied."""
+    grouped: Tensor = q.unflatten(1, (k.shape[1], -1))
+    if k.shape[2] == 1:
+        dots = (grouped @ k[:, :, None].transpose(-1, -2)).squeeze(-1)
+    else:
+        dots = (grouped * k[:, :, None]).sum(-1)
+    return dots.flatten(1, 2)
+
+
+@functools.cache
+def fused_is_trusted(device: str, dtype: torch.dtype) -> bool:
+    """Does this device's private op exist and agree with the blockwise path on 64 tokens?"""
+    if device not in ("cpu", "cuda"):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 4, 64, 16, generator=generator).to(device, dtype) for _ in range(3))
+    bias = torch.linspace(0, 8, 64, device=device).expand(1, 4, 1, 64)
+    scores = Scores(q, k, 0.25, bias=bias)
+    try:
+        out, lse = _fused(scores, v)
+    except (RuntimeError, NotImplementedError, AttributeError, TypeError):
+        return False
+    expected, expected_lse = _blockwise(scores, v)
+    tolerance = 1e-4 if dtype in (torch.float32, torch.float64) else 3e-2
+    return bool(
+        (out - expected).abs().max() < tolerance and (lse - expected_lse).abs().max() < tolerance
+    )

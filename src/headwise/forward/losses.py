@@ -1,0 +1,152 @@
+"""Next-token losses of any family without the T x vocabulary logits existing at once.
+
+One definition for training, perplexity and ablation: the backbone's last hidden states, then the
+model's own output head a chunk of positions at a time. The gradient of the hidden states is taken
+chunk by chunk in the forward pass, so logits are never kept for the backward one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+IGNORED = -100
+
+
+_CHUNK_LOGITS = 2**26  # numbers alive at once, at most: 256 MiB in float32
+
+
+_CHUNK_ROWS = 256  # enough rows for a GEMM to be worth reading the output head's weights
+
+
+_CACHED_ROWS = 16  # rows of logits that softmax takes at once: they stay in the cache
+
+
+def shifted_targets(
+    ids: Int[Tensor, "text position"], lengths: Int[Tensor, "text"]
+) -> Int[Tensor, "text position"]:
+    """What each position must predict; the last real token and padding predict nothing."""
+    targets = torch.full_like(ids, IGNORED)
+    targets[:, :-1] = ids[:, 1:]
+    position = torch.arange(ids.shape[1], device=ids.device)
+    return targets.masked_fill(position[None] >= (lengths.to(ids.device) - 1)[:, None], IGNORED)
+
+
+def logits_of(model: PreTrainedModel, hidden: Float[Tensor, "... hidden"]) -> Tensor:
+    """The model's own output head: projection, then the scaling or cap of its family."""
+    logits: Tensor = model.get_output_embeddings()(hidden)
+    config = model.config.get_text_config()
+    scaling = getattr(config, "logits_scaling", None)  # granite
+    if scaling:
+        logits = logits / scaling
+    cap = getattr(config, "final_logit_softcapping", None)  # gemma 2
+    if cap:
+        logits = cap * torch.tanh(logits / cap)
+    return logits
+
+
+def token_losses(
+    model: PreTrainedModel,
+    hidden: Float[Tensor, "text position hidden"],
+    targets: Int[Tensor, "text position"],
+) -> Float[Tensor, "text position"]:
+    """Loss in nats at every predicting position, 0 elsewhere; no gradient."""
+    flat, wanted = hidden.flatten(0, 1), targets.flatten()
+    losses = torch.zeros(wanted.shape, dtype=torch.float32, device=hidden.device)
+    chosen = torch.nonzero(wanted != IGNORED).squeeze(1)
+    for rows in _chunks(model, chosen):
+        logits = logits_of(model, flat[rows]).float()
+        losses[rows] = F.cross_entropy(logits, wanted[rows], reduction="none")
+    return losses.view(targets.shape)
+
+
+def summed_loss(
+    model: PreTrainedModel,
+    hidden: Float[Tensor, "text position hidden"],
+    targets: Int[Tensor, "text position"],
+) -> Float[Tensor, ""]:
+    """Sum of the losses, differentiable in `hidden`."""
+    flat, wanted = hidden.flatten(0, 1), targets.flatten()
+    chosen = torch.nonzero(wanted != IGNORED).squeeze(1)
+    total: Tensor = _ChunkedLoss.apply(flat, chosen, wanted, model)
+    return total
+
+
+def _chunks(model: PreTrainedModel, chosen: Int[Tensor, "row"]) -> Sequence[Tensor]:
+    """The chosen rows in chunks of even size."""
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    rows = max(1, min(_CHUNK_ROWS, _CHUNK_LOGITS // vocabulary))
+    return chosen.tensor_split(max(1, math.ceil(len(chosen) / rows)))
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Cross entropy of the model's head on some rows, with d loss / d hidden computed alongside."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Float[Tensor, "row hidden"],
+        chosen: Int[Tensor, "chosen"],
+        targets: Int[Tensor, "row"],
+        model: PreTrainedModel,
+    ) -> Tensor:
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        gradient = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
+        head = _in_place_head(model)
+        for rows in _chunks(model, chosen):
+            part, wanted = hidden[rows], targets[rows]
+            if head is not None:
+                loss, slope = _fused_chunk(*head, part, wanted, gradient is not None)
+            else:
+                loss, slope = _autograd_chunk(model, part, wanted, gradient is not None)
+            total += loss
+            if gradient is not None and slope is not None:
+                gradient[rows] = slope
+        if gradient is not None:
+            ctx.save_for_backward(gradient)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return grads[0].to(ctx.saved_tensors[0]) * ctx.saved_tensors[0], None, None, None
+
+
+def _in_place_head(model: PreTrainedModel) -> tuple[nn.Linear, float] | None:
+    """The output projection and its scaling, if that is all there is between hidden and logits."""
+    head = model.get_output_embeddings()
+    config = model.config.get_text_config()
+    if type(head) is not nn.Linear or getattr(config, "final_logit_softcapping", None):
+        return None
+    return head, float(getattr(config, "logits_scaling", None) or 1.0)
+
+
+def _fused_chunk(
+    head: nn.Linear, scaling: float, hidden: Tensor, targets: Tensor, sloped: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Loss and its gradient from one buffer: logits become probabilities, then their slope."""
+    buffer = F.linear(hidden, head.weight, head.bias)
+    total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    for piece, wanted in zip(buffer.split(_CACHED_ROWS), targets.split(_CACHED_ROWS), strict=True):
+        logits = piece.float() if scaling == 1.0 else piece.float() / scaling
+        lse = logits.logsumexp(-1, keepdim=True)
+        total += (lse - logits.gather(1, wanted[:, None])).sum()
+        if sloped:
+            slope = torch.exp(logits - lse).scatter_add_(1, wanted[:, None], -torch.ones_like(lse))
+            piece.copy_(slope if scaling == 1.0 else slope / scaling)
+    return total, buffer @ head.weight if sloped else None
+
+
+def _autograd_chunk(
+    model: PreTrainedModel, hidden: Tensor, targets: Tensor, sloped: bool
+) -> tuple[Tensor, Tensor | None]:
+    with torch.enable_grad():
+        leaf = hidden.detach().requires_grad_(True)
+        loss = F.cross_entropy(logits_of(model, leaf).float(), targets, reduction="sum")
+    return loss.detach(), torch.autograd.grad(loss, leaf)[0] if sloped else None

@@ -1,0 +1,228 @@
+"""Is the architecture known, and are its heads separable? The gate for every row of the table.
+
+Names in a table prove nothing, behaviour does: noise in one query block must change that head and
+no other, noise in a key or value block exactly the heads of its group, each must change only the
+queries, keys or values it is named after, and a zeroed output block must give the same logits as
+removing the head's output while the model runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from headwise.errors import UnknownArchitectureError
+from headwise.forward.tap import Sight, tapped
+from headwise.heads import Head
+from headwise.models.architectures import Role, geometry_of, weight_of
+from headwise.models.slices import Span, head_spans, read_slices, spans_of, write_slices
+
+NUM_TOKENS = 12
+
+
+TOLERANCE = 2e-4  # of the logits' own size: float32 sums in another order
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One tried block: which heads should have moved, which did, and by which of q, k and v."""
+
+    head: Head
+    role: Role
+    expected: tuple[int, ...]
+    moved: tuple[int, ...]
+    touched: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether exactly the expected heads moved, through their own role."""
+        return self.expected == self.moved and self.touched == (self.role,)
+
+
+@dataclass(frozen=True)
+class HeadCheck:
+    """All probes of one model and the worst disagreement of silencing with ablation."""
+
+    probes: tuple[Probe, ...]
+    silencing_error: float
+    logit_change: float  # tapped against untapped
+
+    @property
+    def passed(self) -> bool:
+        """Whether the heads are where the table says, and separable."""
+        small = max(self.silencing_error, self.logit_change) < TOLERANCE
+        return small and all(probe.passed for probe in self.probes)
+
+    def to_json(self) -> dict[str, Any]:
+        """The body of `check.json`."""
+        return {
+            "passed": self.passed,
+            "reason": "" if self.passed else self.reason(),
+            "silencing_error": self.silencing_error,
+            "logit_change": self.logit_change,
+            "probes": [
+                {
+                    "head": str(probe.head),
+                    "role": probe.role,
+                    "passed": probe.passed,
+                    "expected": list(probe.expected),
+                    "moved": list(probe.moved),
+                }
+                for probe in self.probes
+            ],
+        }
+
+    def reason(self) -> str:
+        """Why the check failed, in words."""
+        for probe in self.probes:
+            if probe.expected == probe.moved and not probe.passed:
+                return (
+                    f"noise in the {probe.role} weights of {probe.head} changed its layer's "
+                    f"{', '.join(probe.touched) or 'nothing'}"
+                )
+            if not probe.passed:
+                return (
+                    f"noise in the {probe.role} weights of {probe.head} moved heads "
+                    f"{list(probe.moved)} of its layer, expected {list(probe.expected)}"
+                )
+        if self.logit_change >= TOLERANCE:
+            return f"the tap changes the logits by {self.logit_change:.1e} of their size"
+        return f"a zeroed output block differs from ablation by {self.silencing_error:.1e}"
+
+
+def check_heads(model: PreTrainedModel, *, seed: int = 0) -> HeadCheck:
+    """Probe first, middle and last layers and heads; the model is left bit for bit as it was."""
+    geometry = geometry_of(model)
+    _require_row_fits(model)
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = len(weight_of(model.get_input_embeddings()))
+    ids = torch.randint(0, vocabulary, (1, NUM_TOKENS), generator=generator)
+    ids = ids.to(next(model.parameters()).device)
+    heads = [
+        Head(layer, index)
+        for layer in _ends(geometry.num_layers)
+        for index in _ends(geometry.num_heads)
+    ]
+    with torch.inference_mode():
+        before = {layer: _seen(model, ids, layer) for layer in _ends(geometry.num_layers)}
+        probes = tuple(
+            _probe(model, ids, head, role, before[head.layer], generator)
+            for head in heads
+            for role in ("q", "k", "v")
+        )
+        silencing = max(_silencing_error(model, ids, head) for head in heads)
+        plain = model(ids, use_cache=False).logits
+        with tapped(model):
+            seen = model(ids, use_cache=False).logits
+    return HeadCheck(probes, silencing, _relative(seen, plain))
+
+
+def _ends(count: int) -> list[int]:
+    return sorted({0, count // 2, count - 1})
+
+
+def _probe(
+    model: PreTrainedModel,
+    ids: Tensor,
+    head: Head,
+    role: Role,
+    before: dict[str, Float[Tensor, "heads position dim"]],
+    generator: torch.Generator,
+) -> Probe:
+    geometry = geometry_of(model)
+    spans = list(head_spans(model, head, role).values())
+    with _noise(model, spans, generator):
+        after = _seen(model, ids, head.layer)
+    outs = zip(before["out"], after["out"], strict=True)
+    moved = [i for i, (old, new) in enumerate(outs) if not torch.equal(old, new)]
+    touched = [name for name in "qkv" if not torch.equal(before[name], after[name])]
+    first = head.index // geometry.group * geometry.group
+    expected = (head.index,) if role == "q" else tuple(range(first, first + geometry.group))
+    return Probe(head, role, expected, tuple(moved), tuple(touched))
+
+
+def _require_row_fits(model: PreTrainedModel) -> None:
+    """Refuse a row whose names or ranges do not exist in the model at hand."""
+    geometry = geometry_of(model)
+    last = Head(geometry.num_layers - 1, geometry.num_heads - 1)
+    try:
+        for span in spans_of(model, [last]).values():
+            span.of(model)
+    except (AttributeError, RuntimeError, IndexError) as error:
+        raise UnknownArchitectureError(
+            f"the row for {model.config.model_type!r} does not fit this model ({error})",
+            fix="correct the row in headwise/architectures.py",
+        ) from None
+
+
+def _seen(model: PreTrainedModel, ids: Tensor, layer: int) -> dict[str, Tensor]:
+    """Queries, keys, values and head outputs of one layer for one text."""
+
+    def read(sight: Sight) -> None:
+        if sight.layer == layer:
+            scores = sight.scores
+            parts = {"q": scores.q, "k": scores.k, "v": sight.v, "out": sight.out}
+            raise _SeenError({name: part[0] for name, part in parts.items()})
+
+    try:
+        with tapped(model, read):
+            model.base_model(ids, use_cache=False)
+    except _SeenError as seen:
+        return seen.parts
+    raise AssertionError(f"layer {layer} did not run")
+
+
+class _SeenError(Exception):
+    """Not a failure: ends a forward pass once the wanted layer has been seen."""
+
+    def __init__(self, parts: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.parts = parts
+
+
+@contextmanager
+def _noise(model: PreTrainedModel, spans: list[Span], generator: torch.Generator) -> Iterator[None]:
+    named = {str(number): span for number, span in enumerate(spans)}
+    before = read_slices(model, named)
+    try:
+        noisy = {}
+        for number, span in named.items():
+            value = before[number]
+            noise = torch.randn(value.shape, generator=generator).to(value)
+            noisy[span] = value + noise * (value.float().std(correction=0) + 0.1).to(value)
+        write_slices(model, noisy)
+        yield
+    finally:
+        write_slices(model, {span: before[number] for number, span in named.items()})
+
+
+def _silencing_error(model: PreTrainedModel, ids: Tensor, head: Head) -> float:
+    spans = head_spans(model, head, "o")
+    before = read_slices(model, spans)
+    try:
+        write_slices(model, {span: torch.zeros_like(before[n]) for n, span in spans.items()})
+        silenced = model(ids, use_cache=False).logits
+    finally:
+        write_slices(model, {span: before[n] for n, span in spans.items()})
+
+    def ablate(sight: Sight) -> Tensor | None:
+        if sight.layer != head.layer:
+            return None
+        out = sight.out.clone()
+        out[:, head.index] = 0
+        return out
+
+    with tapped(model, ablate):
+        ablated = model(ids, use_cache=False).logits
+    return _relative(ablated, silenced)
+
+
+def _relative(left: Tensor, right: Tensor) -> float:
+    return float((left - right).abs().max() / right.abs().max().clamp_min(1e-6))

@@ -1,0 +1,50 @@
+"""What an artefact says about its model: its shape, its family and a hash of its weights."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from transformers import (
+    PreTrainedModel,
+)
+
+from headwise.models.architectures import (
+    alibi_slopes,
+    geometry_of,
+    positions_of,
+    projection_of,
+)
+
+
+def weight_fingerprint(model: PreTrainedModel) -> str:
+    """SHA-256 over the names, types, shapes and bits of all weights."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(f"{name}{parameter.dtype}{tuple(parameter.shape)}".encode())
+        raw = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        digest.update(raw.numpy().data)
+    return digest.hexdigest()
+
+
+def describe_model(model: PreTrainedModel, name: str | None = None) -> dict[str, Any]:
+    """What an artefact says about its model."""
+    geometry = geometry_of(model)
+    slopes = alibi_slopes(model)
+    return {
+        "id": name or model.config._name_or_path or str(model.config.model_type),
+        "model_type": str(model.config.model_type),
+        "fingerprint": weight_fingerprint(model),
+        "num_layers": geometry.num_layers,
+        "num_heads": geometry.num_heads,
+        "num_kv_heads": geometry.num_kv_heads,
+        "head_dim": geometry.head_dim,
+        "hidden_size": int(model.config.get_text_config().hidden_size),
+        "qkv_bias": getattr(projection_of(model, 0, "q"), "bias", None) is not None,
+        "output_bias": getattr(projection_of(model, 0, "o"), "bias", None) is not None,
+        "positions": positions_of(model),
+        "num_parameters": sum(p.numel() for p in model.parameters()),
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        **({} if slopes is None else {"slopes": [float(s) for s in slopes]}),
+    }

@@ -1,0 +1,174 @@
+"""Loading: a hub id, a directory, a GGUF file or the word `patient` becomes a model in eval mode.
+
+Weights come from safetensors or GGUF; pickles and remote code only on request. A wrong path, a
+cut-off file, a missing tokenizer and a NaN weight are told apart here, before any work starts.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import struct
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as hf_logging
+
+from headwise.errors import ModelError
+from headwise.models.architectures import (
+    architecture_of,
+)
+from headwise.models.description import describe_model
+from headwise.models.patient import patient_dir
+
+DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
+
+
+_LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError, struct.error)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to be looked at, with what identifies it."""
+
+    id: str
+    model: PreTrainedModel = field(repr=False)
+    tokenizer: PreTrainedTokenizerBase = field(repr=False)
+
+    def describe(self) -> dict[str, Any]:
+        """The `model` entry of an artefact."""
+        return describe_model(self.model, self.id)
+
+
+def load_model(
+    name: str,
+    *,
+    dtype: str | None = None,
+    device_map: str | None = None,
+    allow_pickle: bool = False,
+    trust_remote_code: bool = False,
+) -> LoadedModel:
+    """Load a model and its tokenizer; float32 on CPU, bfloat16 on an accelerator by default."""
+    path = patient_dir() if name == "patient" else Path(name)
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    source: str = str(path) if path.exists() else name
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelError("no such GGUF file", where=path, fix="check the path")
+        source, options["gguf_file"] = str(path.parent), path.name
+    elif not path.exists() and (name.startswith((".", "/")) or name.count("/") > 1):
+        raise ModelError("no such model directory", where=name, fix="check the path")
+    with quietly():
+        tokenizer = _load_tokenizer(source, options)
+        model = _load_weights(source, options, dtype, device_map, allow_pickle)
+    _forget_quantization(model)
+    architecture_of(model)
+    require_finite(model)
+    return LoadedModel(name, model.eval(), tokenizer)
+
+
+def _load_tokenizer(source: str, options: dict[str, Any]) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(source, **options)
+    except (*_LOADING_ERRORS, TypeError, AttributeError) as error:
+        raise ModelError(
+            f"no tokenizer could be loaded ({_first_line(error)})",
+            where=source,
+            fix="check the model name or path; a local model directory needs tokenizer.json",
+        ) from None
+
+
+def _load_weights(
+    source: str,
+    options: dict[str, Any],
+    dtype: str | None,
+    device_map: str | None,
+    allow_pickle: bool,
+) -> PreTrainedModel:
+    chosen = dtype or ("bfloat16" if device_map and torch.cuda.is_available() else "float32")
+    if chosen not in DTYPES:
+        raise ModelError(f"unknown --dtype {chosen!r}", fix=" or ".join(DTYPES))
+    if "gguf_file" not in options:
+        options = {**options, "use_safetensors": None if allow_pickle else True}
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=getattr(torch, chosen, chosen),
+            device_map=device_map,
+            output_loading_info=True,
+            **options,
+        )
+    except (SafetensorError, RuntimeError, EOFError, struct.error) as error:
+        raise ModelError(
+            f"the weight file is damaged or cut off ({_first_line(error)})",
+            where=source,
+            fix="download or copy the weights again",
+        ) from None
+    except _LOADING_ERRORS as error:
+        raise ModelError(
+            f"the model could not be loaded ({_first_line(error)})",
+            where=source,
+            fix="check the name; pickled weights need --allow-pickle, remote code its own flag",
+        ) from None
+    model: PreTrainedModel
+    model, report = loaded
+    _require_complete(report["missing_keys"], source)
+    return model
+
+
+def _require_complete(missing: Iterable[str], source: str) -> None:
+    """transformers fills what is missing with random numbers; that would be measured as a head."""
+    names = sorted(missing)
+    if names:
+        raise ModelError(
+            f"the weight file has no weights for {names[0]}"
+            + (f" and {len(names) - 1} others" if len(names) > 1 else ""),
+            where=source,
+            fix="use a complete checkpoint of a causal language model",
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Keep transformers' loading bars and notes off the terminal; errors still come as errors."""
+    level = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_error()
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
+    try:
+        with redirect_stderr(io.StringIO()):  # the GGUF reader draws its bar with bare tqdm
+            yield
+    finally:
+        hf_logging.set_verbosity(level)
+
+
+def _forget_quantization(model: PreTrainedModel) -> None:
+    """A de-quantised GGUF model is an ordinary one, but transformers refuses to save it as such."""
+    if getattr(model, "hf_quantizer", None) is not None:
+        vars(model).update(hf_quantizer=None, is_quantized=False)
+        model.config.__dict__.pop("quantization_config", None)
+
+
+def require_finite(model: PreTrainedModel) -> None:
+    """Refuse a model with NaN or infinite weights, naming the first one."""
+    for name, parameter in model.named_parameters():
+        if not bool(torch.isfinite(parameter.detach()).all()):
+            raise ModelError(
+                f"weights hold NaN or infinity, first in {name}",
+                where=model.config._name_or_path or model.config.model_type,
+                fix="use an undamaged checkpoint; a half-precision conversion may have overflowed",
+            )

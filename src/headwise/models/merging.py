@@ -1,0 +1,27 @@
+"""Patches merged into an ordinary model directory, or taken out again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from headwise.errors import ModelError
+from headwise.models.loading import LoadedModel, quietly
+from headwise.models.patch import Patch
+
+
+def apply_patches(
+    loaded: LoadedModel, patches: Sequence[Patch], out: Path, *, undo: bool, force: bool
+) -> Path:
+    """Merge patches in order (or undo them in reverse) and save an ordinary model directory."""
+    for patch in reversed(patches) if undo else patches:
+        (patch.undo if undo else patch.apply)(loaded.model, force=force)
+    if out.exists() and any(out.iterdir()):
+        raise ModelError("the output folder is not empty", where=out, fix="choose another --out")
+    try:
+        with quietly():
+            loaded.model.save_pretrained(out)
+            loaded.tokenizer.save_pretrained(out)
+    except OSError as error:
+        raise ModelError(f"cannot write the model ({error})", where=out) from None
+    return out

@@ -1,0 +1,121 @@
+"""The patch: changed slices with what they replaced; the unit of saving, undoing and merging."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from headwise.errors import ArtefactError
+from headwise.models.slices import Span, slices_fingerprint, write_slices
+from headwise.models.tensor_files import read_safetensors, write_safetensors
+
+PATCH_SCHEMA = "headwise.patch/1"
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One changed range of weights: where, what it was and what it became."""
+
+    span: Span
+    before: Tensor
+    after: Tensor
+
+
+@dataclass(frozen=True)
+class Patch:
+    """Changed slices by name, with provenance."""
+
+    slices: Mapping[str, Slice] = field(repr=False)
+    info: Mapping[str, Any]  # base model id, plan, settings: JSON values only
+
+    @property
+    def num_weights(self) -> int:
+        """How many numbers the patch changes."""
+        return sum(part.after.numel() for part in self.slices.values())
+
+    @property
+    def dtype(self) -> str:
+        """The precision of the model it was made from, e.g. `float32`."""
+        part = next(iter(self.slices.values()))
+        return str(part.before.dtype).removeprefix("torch.")
+
+    def base_fingerprint(self) -> str:
+        """A hash of what the slices were: the patch fits any model that has these bits there."""
+        return slices_fingerprint({name: part.before for name, part in self.slices.items()})
+
+    def apply(self, model: PreTrainedModel, *, force: bool = False) -> None:
+        """Write the `after` values; refuses a base whose slices differ unless forced."""
+        self._require(model, "before", "apply", any_bits=force)
+        write_slices(model, {part.span: part.after for part in self.slices.values()})
+
+    def undo(self, model: PreTrainedModel, *, force: bool = False) -> None:
+        """Write the `before` values back; refuses a model that does not carry this patch."""
+        self._require(model, "after", "undo", any_bits=force)
+        write_slices(model, {part.span: part.before for part in self.slices.values()})
+
+    def _require(self, model: PreTrainedModel, state: str, verb: str, *, any_bits: bool) -> None:
+        """Check every slice before one is written; `any_bits` asks for the right shape only."""
+        named = dict(model.named_parameters())
+        for name, part in self.slices.items():
+            fits = _fits(part, named.get(part.span.parameter))
+            expected = getattr(part, state)
+            if not fits or not (any_bits or _same_bits(part.span.of(model), expected)):
+                raise ArtefactError(
+                    f"cannot {verb} the patch: {name} is not what it should be "
+                    f"({'other bits' if fits else 'no such weights'})",
+                    where=f"patch made for {self.info.get('base_model', 'an unknown model')}",
+                    fix="use the model the patch was made from" + (", or --force" if fits else ""),
+                )
+
+    def save(self, path: Path) -> Path:
+        """Write `patch.safetensors` atomically."""
+        tensors = {}
+        for name, part in self.slices.items():
+            tensors[f"{name}.after"] = part.after.contiguous()
+            tensors[f"{name}.before"] = part.before.contiguous()
+        spans = {
+            name: [part.span.parameter, part.span.axis, part.span.start, part.span.stop]
+            for name, part in self.slices.items()
+        }
+        metadata = {
+            "schema": PATCH_SCHEMA,
+            "spans": json.dumps(spans, sort_keys=True),
+            "info": json.dumps(dict(self.info), sort_keys=True),
+            "base_slices_sha256": self.base_fingerprint(),
+        }
+        return write_safetensors(path, tensors, metadata)
+
+    @staticmethod
+    def load(path: Path) -> Patch:
+        """Read a patch file; a cut-off or foreign file is an `ArtefactError`."""
+        path = Path(path)
+        tensors, metadata = read_safetensors(path)
+        if metadata.get("schema") != PATCH_SCHEMA:
+            raise ArtefactError("not a headwise patch", where=path, fix=f"expected {PATCH_SCHEMA}")
+        slices = {
+            name: Slice(Span(*span), tensors[f"{name}.before"], tensors[f"{name}.after"])
+            for name, span in json.loads(metadata["spans"]).items()
+        }
+        patch = Patch(slices, json.loads(metadata["info"]))
+        if patch.base_fingerprint() != metadata.get("base_slices_sha256"):
+            raise ArtefactError("the patch is damaged: its base slices do not match", where=path)
+        return patch
+
+
+def _fits(part: Slice, tensor: Tensor | None) -> bool:
+    if tensor is None or tensor.shape[part.span.axis] < part.span.stop:
+        return False
+    return part.span.within(tensor).shape == part.after.shape
+
+
+def _same_bits(left: Tensor, right: Tensor) -> bool:
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    return torch.equal(left.detach().cpu(), right.detach().cpu())

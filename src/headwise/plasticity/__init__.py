@@ -1,0 +1,1 @@
+"""Attention plasticity: capture queries and keys, and measure how easily preferences change."""

@@ -1,0 +1,323 @@
+"""Capture queries and keys from any model through the tap, as Parquet in the `sniffed-qk` layout.
+
+Vectors are what the scores are made of: after query/key norms and after RoPE (before it on
+request), unscaled, so that q.k * scale (+ the ALiBi bias, which is no part of the vectors) are the
+model's own logits. Texts go in groups; each group is flushed to disk before the next begins, so
+memory is bounded and a killed capture goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from headwise.artefacts import load_artefact, save_artefact, versions, write_text
+from headwise.errors import ArtefactError
+from headwise.forward.tap import Sight, tapped
+from headwise.heads import Head, all_heads
+from headwise.models.architectures import (
+    architecture_of,
+    attention_of,
+    device_of,
+    geometry_of,
+    positions_of,
+    projection_of,
+)
+from headwise.models.description import describe_model
+from headwise.models.tensor_files import write_array
+from headwise.plasticity.buckets import Buckets
+from headwise.plasticity.writer import assemble
+from headwise.progress import track
+from headwise.texts.batches import batches, encode_texts
+from headwise.texts.text_sets import TextSet
+
+STAGING = ".staging"
+
+
+_GROUP_TEXTS = 8
+
+
+Kind = Literal["q", "k"]
+
+
+@dataclass(frozen=True)
+class CaptureSettings:
+    """What is captured; two captures with equal settings and texts give equal files."""
+
+    buckets: str = "uniform:64"
+    base_rate: float | None = None
+    max_length: int = 512
+    pre_rope: bool = False
+    layout: Literal["new", "old"] = "new"
+    seed: int = 0
+    bos: bool = False
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What a capture wrote."""
+
+    folder: Path
+    rows: dict[str, int] = field(repr=False)  # `l00h00q` -> rows
+    note: str = ""
+
+
+def capture_qk(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: TextSet,
+    *,
+    out: Path,
+    name: str,
+    heads: Sequence[Head] | None = None,
+    settings: CaptureSettings | None = None,
+    batch_size: int = 4,
+    resume: bool = False,
+    quiet: bool = True,
+) -> Captured:
+    """Capture the chosen query heads (default all) and the key heads they use."""
+    settings = settings or CaptureSettings()
+    geometry = geometry_of(model)
+    chosen = sorted(heads or all_heads(geometry.num_layers, geometry.num_heads))
+    encoded = encode_texts(tokenizer, texts.texts, max_length=settings.max_length, bos=settings.bos)
+    folder = out if settings.layout == "new" else out / re.sub(r"\W", "_", name)
+    meta = _metadata(model, name, texts, settings, chosen)
+    finished = _finished(folder, meta, resume)
+    if finished is not None:
+        return finished
+    staging = _prepare(folder, meta)
+    groups = list(range(0, len(encoded), _GROUP_TEXTS))
+    for start in track(groups, "capturing", quiet=quiet):
+        path = staging / f"group-{start:06d}"
+        if not (path / "done").exists():
+            part = encoded[start : start + _GROUP_TEXTS]
+            _capture_group(model, part, start, path, chosen, settings, batch_size)
+    rows = assemble(
+        staging, folder, chosen, geometry.group, _windows(model), Buckets.parse(settings.buckets)
+    )
+    save_artefact(folder / "capture.json", "capture", {**meta, "rows": rows, "finished": True})
+    write_text(folder / "README.md", _readme(meta))
+    shutil.rmtree(staging)
+    return Captured(folder, rows, str(meta["note"]))
+
+
+def _metadata(
+    model: PreTrainedModel, name: str, texts: TextSet, settings: CaptureSettings, heads: list[Head]
+) -> dict[str, Any]:
+    geometry = geometry_of(model)
+    every = len(heads) == geometry.num_layers * geometry.num_heads
+    note = ""
+    if positions_of(model) == "alibi":
+        note = (
+            "ALiBi adds a bias on keys that is no part of these vectors: plasticity here speaks of "
+            "content only; pairs of keys d apart differ by slope * d in their logits besides"
+        )
+    return {
+        "model": describe_model(model, name),
+        "texts": texts.describe(),
+        "settings": settings.__dict__ | {},
+        "heads": [str(head) for head in heads],
+        **({} if every else {"head_sampling": "selection"}),
+        "capture_point": "before RoPE" if settings.pre_rope else "as scored (after RoPE)",
+        "note": note,
+        "versions": versions(),
+    }
+
+
+def _finished(folder: Path, meta: dict[str, Any], resume: bool) -> Captured | None:
+    """A finished capture with these settings, if that is what is here; others are refused."""
+    path = folder / "capture.json"
+    if not path.exists():
+        return None
+    before = load_artefact(path, "capture")
+    same = all(before.get(key) == meta[key] for key in meta if key != "versions")
+    if not resume or not same:
+        raise ArtefactError(
+            "there is a capture here already" + ("" if same else ", with other settings"),
+            where=folder,
+            fix="add --resume to go on with the same settings, or choose another --out",
+        )
+    return Captured(folder, before["rows"], str(meta["note"])) if before["finished"] else None
+
+
+def _prepare(folder: Path, meta: dict[str, Any]) -> Path:
+    """The staging folder, new or continued."""
+    save_artefact(folder / "capture.json", "capture", {**meta, "rows": {}, "finished": False})
+    staging = folder / STAGING
+    staging.mkdir(parents=True, exist_ok=True)
+    return staging
+
+
+def _capture_group(
+    model: PreTrainedModel,
+    encoded: list[list[int]],
+    first: int,
+    path: Path,
+    heads: list[Head],
+    settings: CaptureSettings,
+    batch_size: int,
+) -> None:
+    """Run one group of texts and put the kept vectors of each layer and kind on disk."""
+    layers = sorted({head.layer for head in heads})
+    found: dict[tuple[int, Kind], list[tuple[int, np.ndarray, np.ndarray]]] = {}
+    for batch in batches(encoded, batch_size):
+        for layer, q, k in _vectors(model, batch.ids, layers, settings.pre_rope):
+            for kind, vectors in (("q", q), ("k", k)):
+                for row, text in enumerate(batch.index):
+                    length = int(batch.lengths[row])
+                    keep = _kept(length, first + text, layer, kind, settings)  # type: ignore[arg-type]
+                    position = np.flatnonzero(keep)
+                    value = vectors[row, :, torch.from_numpy(position)].float().cpu().numpy()
+                    found.setdefault((layer, kind), []).append((first + text, position, value))  # type: ignore[arg-type]
+    for (layer, kind), parts in found.items():
+        parts.sort(key=lambda part: part[0])
+        example = np.concatenate([np.full(len(p), e) for e, p, _ in parts])
+        position = np.concatenate([p for _, p, _ in parts])
+        stacked = np.concatenate([v for _, _, v in parts], axis=1)  # (head, row, dim)
+        for label, array in (("example", example), ("position", position), ("vectors", stacked)):
+            write_array(path / f"l{layer:02d}{kind}-{label}.npy", array)
+    write_text(path / "done", "")
+
+
+def _kept(
+    length: int, example: int, layer: int, kind: Kind, settings: CaptureSettings
+) -> Bool[np.ndarray, "row"]:
+    """Which positions are kept: one mask for all heads of a layer and kind, by seed."""
+    buckets = Buckets.parse(settings.buckets)
+    share = buckets.keep_probability(buckets.of(np.arange(length)), settings.base_rate)
+    generator = np.random.default_rng([settings.seed, example, layer, "qk".index(kind)])
+    return generator.random(length) < share
+
+
+def _vectors(
+    model: PreTrainedModel, ids: Tensor, layers: list[int], pre_rope: bool
+) -> list[tuple[int, Tensor, Tensor]]:
+    """(layer, q, k) of one batch, (text, head, position, dim), post- or pre-position."""
+    seen: list[tuple[int, Tensor, Tensor]] = []
+
+    def read(sight: Sight) -> None:
+        if sight.layer in layers:
+            seen.append((sight.layer, sight.scores.q, sight.scores.k))
+
+    device = device_of(model)
+    with torch.inference_mode(), tapped(model, read):
+        if not pre_rope or positions_of(model) != "rope":
+            model.base_model(input_ids=ids.to(device), use_cache=False)
+            return seen
+        # One more token, which no earlier one sees, if positions could be taken for heads
+        geometry, length = geometry_of(model), ids.shape[1]
+        extra = length in (geometry.num_heads, geometry.num_kv_heads)
+        padded = torch.nn.functional.pad(ids, (0, int(extra)))
+        with _before_rotation(model, layers) as unrotated:
+            model.base_model(input_ids=padded.to(device), use_cache=False)
+    cut = {n: (q[:, :, :length], k[:, :, :length]) for n, (q, k) in unrotated.items()}
+    return [(n, cut[n][0], cut[n][1]) for n in layers]
+
+
+@contextmanager
+def _before_rotation(
+    model: PreTrainedModel, layers: list[int]
+) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
+    """Queries and keys after projection and norm, before RoPE."""
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    parts: dict[int, dict[str, Tensor]] = {layer: {} for layer in layers}
+
+    def hook(layer: int, role: str) -> Any:
+        def keep(_: nn.Module, __: Any, output: Tensor) -> None:
+            parts[layer][role] = output.detach()
+            if {"q", "k"} <= set(parts[layer]) or "qkv" in parts[layer]:
+                found[layer] = _split(model, parts[layer])
+
+        return keep
+
+    handles = []
+    for layer in layers:
+        module = attention_of(model, layer)
+        fused = len(architecture_of(model).projections) == 1
+        roles = ("qkv",) if fused else ("q", "k")
+        for role in roles:
+            source = _pre_rotation_module(model, module, layer, role)
+            handles.append(source.register_forward_hook(hook(layer, role)))
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _pre_rotation_module(
+    model: PreTrainedModel, module: nn.Module, layer: int, role: str
+) -> nn.Module:
+    """The last module before rotation: the norm where a family has one, else the projection."""
+    if role == "qkv":
+        return projection_of(model, layer, "q")
+    for name in (f"{role}_norm", f"{role}_layernorm"):
+        norm = getattr(module, name, None)
+        if isinstance(norm, nn.Module):
+            return norm
+    return projection_of(model, layer, "q" if role == "q" else "k")
+
+
+def _split(model: PreTrainedModel, parts: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    geometry = geometry_of(model)
+    clip = getattr(model.config.get_text_config(), "clip_qkv", None)  # olmo, before it rotates
+    if clip is not None:
+        parts = {role: value.clamp(-clip, clip) for role, value in parts.items()}
+    heads, kv, dim = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
+    if "qkv" not in parts:
+        return _by_head(parts["q"], heads, dim), _by_head(parts["k"], kv, dim)
+    fused = parts["qkv"]
+    if architecture_of(model).order == "concat":
+        q, k = fused[..., : heads * dim], fused[..., heads * dim : (heads + kv) * dim]
+        return _by_head(q, heads, dim), _by_head(k, kv, dim)
+    grouped = fused.unflatten(-1, (kv, geometry.group + 2, dim))
+    return (
+        grouped[..., : geometry.group, :].flatten(2, 3).transpose(1, 2),
+        grouped[..., geometry.group, :].transpose(1, 2),
+    )
+
+
+def _by_head(value: Tensor, heads: int, dim: int) -> Float[Tensor, "text head position dim"]:
+    """A projection is (text, position, head * dim); a norm may run before or after the turn."""
+    if value.dim() == 3:
+        value = value.unflatten(-1, (heads, dim))  # a plain projection
+    return value.transpose(1, 2) if value.shape[2] == heads else value
+
+
+def _windows(model: PreTrainedModel) -> dict[int, int | None]:
+    """The sliding window of each layer in tokens, None for full attention."""
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    layers = range(geometry_of(model).num_layers)
+    if kinds is None:
+        return dict.fromkeys(layers, window)
+    return {layer: window if kinds[layer] == "sliding_attention" else None for layer in layers}
+
+
+def _readme(meta: dict[str, Any]) -> str:
+    lines = [
+        f"# Queries and keys of {meta['model']['id']}",
+        "",
+        f"Captured with headwise {meta['versions'].get('headwise', '')}, {meta['capture_point']}.",
+        "One Parquet file a layer, head and kind: `lLLhHH{q|k}/data.parquet` with the columns "
+        "bucket, example_id, position, vector, sliding_window.",
+        str(meta["note"]),
+        "",
+        "```json",
+        json.dumps({key: meta[key] for key in ("settings", "texts")}, indent=1),
+        "```",
+    ]
+    return "\n".join(lines) + "\n"

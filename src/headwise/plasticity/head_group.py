@@ -1,0 +1,320 @@
+"""One unit of work: a key head with the query heads that use it, from files to numbers.
+
+Keys are read, oriented and differenced once for the whole group; each block of differences is then
+scored by every query head. A query head that cannot be used is reported and does not stop the
+others.
+
+Invariant: a head's result depends on its two files and the settings only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+from jaxtyping import Float
+
+from headwise.errors import ArtefactError, HeadwiseError
+from headwise.plasticity.key_pairs import (
+    KeyGroups,
+    PairBlock,
+    draw_public_pairs,
+    group_keys,
+    listed_block,
+    pair_blocks,
+)
+from headwise.plasticity.normality import (
+    describe_noise,
+    describe_sample,
+    ks_p_values,
+    lilliefors_p_values,
+)
+from headwise.plasticity.query_model import (
+    PositionFit,
+    Queries,
+    Rotation,
+    build_model,
+    predict_positions,
+    rotate_queries,
+    sort_queries,
+)
+from headwise.plasticity.reader import HeadGroup, QKFolder, orientation_of, read_vectors
+from headwise.plasticity.settings import PlasticitySettings
+from headwise.plasticity.tally import (
+    GRADIENT_PAIRS,
+    HeadCells,
+    Judge,
+    Tally,
+    choose_documents,
+    document_index,
+    make_probes,
+    open_cells,
+    pair_moments,
+    plasticity_of,
+    preference_gradient,
+)
+
+EMPIRICAL_PAIRS = 512  # judged at a time: pairs x queries of a bucket must stay small
+
+
+@dataclass(frozen=True)
+class HeadResult:
+    """Everything measured on one query head."""
+
+    layer: int
+    q_head: int
+    k_head: int
+    metrics: dict[str, float]
+    r2: Float[np.ndarray, " dim"]  # of each oriented component on position
+    fifths: dict[int, list[int]]  # each query bucket's queries by fifth of the position range
+    tau: dict[int, float]  # each query bucket's mean position
+    cells: HeadCells
+
+
+@dataclass(frozen=True)
+class HeadFailure:
+    """A head that could not be measured, and why."""
+
+    layer: int
+    q_head: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    q_head: int
+    metrics: dict[str, float]
+    fit: PositionFit
+    fifths: dict[int, list[int]]
+    tally: Tally
+
+
+def analyse_group(
+    folder: QKFolder, group: HeadGroup, settings: PlasticitySettings
+) -> list[HeadResult | HeadFailure]:
+    """Measure the query heads of one group; failures are values, in the order of the heads."""
+    try:
+        keys, signs = _read_keys(folder, group, settings)
+    except (HeadwiseError, OSError, MemoryError) as error:
+        return [HeadFailure(group.layer, q_head, str(error)) for q_head in group.q_heads]
+    prepared: list[_Prepared | HeadFailure] = []
+    for q_head in group.q_heads:
+        try:
+            prepared.append(_prepare(folder, group, q_head, keys, signs, settings))
+        except (HeadwiseError, OSError, MemoryError, ArithmeticError, ValueError) as error:
+            prepared.append(HeadFailure(group.layer, q_head, str(error)))
+    ready = [head for head in prepared if isinstance(head, _Prepared)]
+    if settings.draws_as_public_code:
+        for head in ready:
+            _score_as_public_code(head, group, keys, settings)
+    else:
+        _score_together([head.tally for head in ready], group, keys, settings)
+    return [head if isinstance(head, HeadFailure) else _result(group, head) for head in prepared]
+
+
+def _read_keys(
+    folder: QKFolder, group: HeadGroup, settings: PlasticitySettings
+) -> tuple[KeyGroups, Float[np.ndarray, " dim"]]:
+    path = folder.file(group.layer, group.k_head, "k")
+    table = read_vectors(path, max_rows=settings.max_tokens_per_head, seed=settings.seed)
+    whole = table
+    if settings.draws_as_public_code and len(table.bucket) == settings.max_tokens_per_head:
+        whole = read_vectors(path)  # the public code looks before it samples
+    signs = orientation_of(whole)
+    return group_keys(table, signs), signs
+
+
+def _prepare(
+    folder: QKFolder,
+    group: HeadGroup,
+    q_head: int,
+    keys: KeyGroups,
+    signs: Float[np.ndarray, " dim"],
+    settings: PlasticitySettings,
+) -> _Prepared:
+    path = folder.file(group.layer, q_head, "q")
+    table = read_vectors(path, max_rows=settings.max_tokens_per_head, seed=settings.seed)
+    if table.vectors.shape[1] != keys.vectors.shape[1]:
+        raise ArtefactError(
+            f"queries have {table.vectors.shape[1]} components, their keys {keys.vectors.shape[1]}",
+            where=path,
+            fix=f"check that query head {q_head} uses key head {group.k_head}",
+        )
+    queries = sort_queries(table, signs)
+    rotation = rotate_queries(queries, public=settings.definition == "linear-diagonal")
+    metrics = _describe(queries, rotation, settings)
+    metrics |= {"n_q_tokens": len(table.bucket), "n_k_tokens": len(keys.example)}
+    judge = _make_judge(queries, rotation, keys, table.window, settings)
+    return _Prepared(q_head, metrics, rotation.fit, _count_by_fifth(queries), Tally(judge, keys))
+
+
+def _count_by_fifth(queries: Queries) -> dict[int, list[int]]:
+    fifth = (5 * queries.position / (queries.position.max() + 1)).astype(np.int64)
+    return {
+        int(bucket): np.bincount(fifth[queries.rows(index)], minlength=5).tolist()
+        for index, bucket in enumerate(queries.buckets)
+    }
+
+
+def _describe(
+    queries: Queries, rotation: Rotation, settings: PlasticitySettings
+) -> dict[str, float]:
+    """The head's row of metrics but for the plasticity itself."""
+    place = predict_positions(queries, rotation)
+    fit, residual = rotation.fit, rotation.residual
+    skew, kurtosis, distance = 0.0, 0.0, 0.0
+    if len(residual) > 1 and residual.std(ddof=1) > 0:
+        shape = describe_sample(residual)
+        skew, kurtosis, distance = shape.skew, shape.kurtosis, shape.distance
+    noise = describe_noise(
+        islice(rotation.reflection.components(queries, rotation.along_v), 1, None),
+        num_dims=len(fit.beta) - 1,
+        num_rows=len(residual),
+        max_dims=settings.normality_max_dims,
+        alpha=settings.p_alpha,
+        seed=settings.seed,
+    )
+    return {
+        "d_model": len(fit.beta),
+        "q_R2_pos": float(np.nanmean(fit.r2)),
+        "q_beta_norm": float(np.linalg.norm(fit.beta)),
+        "q_R2_scalar": place.r2,
+        "q_mae_baseline": place.mae_baseline,
+        "q_mae_proj": place.mae_projection,
+        "q_mae_ratio": place.mae_ratio,
+        "q_resid0_skew": skew,
+        "q_resid0_kurt": kurtosis,
+        "q_resid0_ks_p": float(ks_p_values(np.array([distance]), len(residual))[0]),
+        "q_noise_med_abs_skew": noise.median_abs_skew,
+        "q_noise_med_abs_kurt": noise.median_abs_kurtosis,
+        "q_noise_med_ks_p": noise.median_ks_p,
+        "q_noise_frac_ks_p_lt_alpha": noise.rejected_by_ks,
+        "q_resid0_lilliefors_p": float(lilliefors_p_values(np.array([distance]), len(residual))[0]),
+        "q_noise_med_lilliefors_p": noise.median_lilliefors_p,
+        "q_noise_frac_lilliefors_p_lt_alpha": noise.rejected_by_lilliefors,
+    }
+
+
+def _make_judge(
+    queries: Queries,
+    rotation: Rotation,
+    keys: KeyGroups,
+    window: int | None,
+    settings: PlasticitySettings,
+) -> Judge:
+    model = build_model(settings.definition, queries, rotation)
+    documents, num_documents = choose_documents(keys.example, queries.example)
+    return Judge(
+        definition=settings.definition,
+        buckets=queries.buckets,
+        counts=queries.counts,
+        tau=queries.mean_positions,
+        open=open_cells(queries, keys, window, window_in_buckets=settings.window_in_buckets),
+        min_queries=1 if settings.draws_as_public_code else 2,
+        model=model,
+        queries=queries if settings.definition == "empirical" else None,
+        documents=documents,
+        num_documents=num_documents,
+        probes=make_probes(settings.definition, queries, model, documents),
+    )
+
+
+def _score_together(
+    tallies: list[Tally], group: HeadGroup, keys: KeyGroups, settings: PlasticitySettings
+) -> None:
+    """Every block of key pairs is made once and scored by all heads of the group."""
+    limit = settings.max_pairs if settings.pairs == "all" else settings.pairs
+    for index, bucket in enumerate(keys.buckets.tolist()):
+        if not any(len(tally.judge.columns(index)) for tally in tallies):
+            continue
+        seed = (settings.seed, group.layer, group.k_head, abs(bucket))
+        _, size = keys.groups_of(index)
+        total = min(limit, int((size * (size - 1) // 2).sum()))
+        for block in pair_blocks(keys, index, limit=limit, seed=seed):
+            for tally in tallies:
+                _score_block(tally, index, block, share=len(block.identical) / total)
+        for tally in tallies:
+            tally.close(index)
+
+
+def _score_block(tally: Tally, index: int, block: PairBlock, *, share: float) -> None:
+    columns = tally.judge.columns(index)
+    if len(columns) == 0:
+        return
+    if tally.judge.queries is not None:
+        _score_empirically(tally, index, block, tally.judge.queries, share)
+        return
+    tally.add(
+        index, block, columns, plasticity_of(*pair_moments(block, tally.judge.model, columns))
+    )
+    if tally.judge.probes:
+        step = -(-len(block.identical) // max(1, round(GRADIENT_PAIRS * share)))
+        pick = np.arange(0, len(block.identical), step)
+        gradients = preference_gradient(block, tally.judge.model, columns, pick)
+        for column, (by_mean, by_covariance) in zip(columns.tolist(), gradients, strict=True):
+            tally.add_moment_influence(column, by_mean, by_covariance, share)
+
+
+def _score_empirically(
+    tally: Tally, index: int, block: PairBlock, queries: Queries, share: float
+) -> None:
+    """Count, for every pair, the bucket's own queries that prefer its first key."""
+    differences = block.differences()
+    for column in tally.judge.columns(index).tolist():
+        rows = queries.rows(column)
+        p, effect = _preferences(differences, queries.vectors[:, rows].astype(np.float64))
+        scale = len(effect) / (len(effect) - 1)
+        tally.add(index, block, np.array([column]), (4.0 * scale * p * (1.0 - p))[None])
+        place = document_index(queries.example[rows], tally.judge.documents)
+        tally.add_query_influence(column, scale * effect, place, share)
+
+
+def _preferences(
+    differences: Float[np.ndarray, "pair dim"], queries: Float[np.ndarray, "dim row"]
+) -> tuple[Float[np.ndarray, " pair"], Float[np.ndarray, " row"]]:
+    """Each pair's share of queries that prefer it, and each query's effect on the mean 4p(1-p)."""
+    p, effect = np.empty(len(differences)), np.zeros(queries.shape[1])
+    for begin in range(0, len(p), EMPIRICAL_PAIRS):
+        part = slice(begin, begin + EMPIRICAL_PAIRS)
+        prefers = differences[part] @ queries > 0
+        p[part] = np.count_nonzero(prefers, axis=1) / len(effect)
+        slope = (4.0 * (1.0 - 2.0 * p[part]) / len(p)).astype(np.float32)
+        effect += slope @ prefers.astype(np.float32)
+    return p, effect
+
+
+def _score_as_public_code(
+    head: _Prepared, group: HeadGroup, keys: KeyGroups, settings: PlasticitySettings
+) -> None:
+    """Draw and score cell by cell, in the order that fixes the public code's random numbers."""
+    assert settings.pairs != "all"
+    rng = np.random.default_rng(settings.seed + 10007 * group.layer + 379 * head.q_head)
+    judge = head.tally.judge
+    drawn: dict[tuple[int, int], PairBlock] = {}
+    for column, index in np.argwhere(judge.open).tolist():
+        start, size = keys.groups_of(index)
+        if len(size):
+            first, second = draw_public_pairs(rng, start, size, settings.pairs)
+            drawn[column, index] = listed_block(keys, first, second)
+    for index in range(len(keys.buckets)):
+        for (column, at), block in drawn.items():
+            if at == index:
+                columns = np.array([column])
+                values = plasticity_of(*pair_moments(block, judge.model, columns))
+                head.tally.add(index, block, columns, values)
+        head.tally.close(index)
+
+
+def _result(group: HeadGroup, head: _Prepared) -> HeadResult:
+    judge = head.tally.judge
+    return HeadResult(
+        layer=group.layer,
+        q_head=head.q_head,
+        k_head=group.k_head,
+        metrics=head.metrics,
+        r2=head.fit.r2,
+        fifths=head.fifths,
+        tau={int(b): float(t) for b, t in zip(judge.buckets, judge.tau, strict=True)},
+        cells=head.tally.settle(),
+    )

@@ -1,0 +1,222 @@
+"""Pairs of keys between which a query chooses: enumerated once for a key head, or sampled.
+
+An admissible pair is two keys of one document inside one key bucket. A group of n such keys has
+n(n-1)/2 pairs but only n-1 independent differences, so a `PairBlock` holds the differences to the
+group's first key (each is a pair itself) and lists the other pairs as differences of those: the
+expensive products with d x d matrices are done on n-1 rows instead of n(n-1)/2.
+
+Invariant: with "all", each unordered pair appears exactly once over the blocks of a bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Bool, Float, Float32, Int, Int64
+
+from headwise.plasticity.reader import VectorTable
+
+BLOCK_PAIRS = 8192  # a block's arrays then stay within a few MB, and near the cache
+
+
+@dataclass(frozen=True)
+class KeyGroups:
+    """Keys sorted by bucket and, inside it, by document in order of first appearance."""
+
+    vectors: Float32[np.ndarray, "key dim"]
+    position: Int64[np.ndarray, " key"]
+    example: Int64[np.ndarray, " key"]
+    buckets: Int64[np.ndarray, " bucket"]  # distinct key buckets, ascending
+    bucket_start: Int64[np.ndarray, " bucket_and_one"]  # rows of bucket i: start[i] to start[i+1]
+    group_start: Int64[np.ndarray, " group"]  # rows of one (bucket, document)
+    group_size: Int64[np.ndarray, " group"]
+
+    def groups_of(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Start and size of the groups of two keys or more in one bucket."""
+        low, high = self.bucket_start[index], self.bucket_start[index + 1]
+        inside = (self.group_start >= low) & (self.group_start < high) & (self.group_size >= 2)
+        return self.group_start[inside], self.group_size[inside]
+
+
+@dataclass(frozen=True)
+class PairBlock:
+    """Some pairs of one key bucket: each row of `base`, then `base[first] - base[second]`."""
+
+    base: Float[np.ndarray, "base dim"]
+    first: Int[np.ndarray, " extra"]
+    second: Int[np.ndarray, " extra"]
+    example: Int64[np.ndarray, " pair"]
+    distance: Float[np.ndarray, " pair"]  # tokens between the two keys
+    middle: Float[np.ndarray, " pair"]  # their mean position
+    identical: Bool[np.ndarray, " pair"]  # equal vectors: no preference to speak of
+
+    def differences(self) -> Float[np.ndarray, "pair dim"]:
+        """Every pair's difference, written out."""
+        return np.concatenate([self.base, self.base[self.first] - self.base[self.second]])
+
+    def picked(self, pairs: Int64[np.ndarray, " chosen"]) -> PairBlock:
+        """Some of the pairs, ascending, each written out as a row of `base`."""
+        split = int(np.searchsorted(pairs, len(self.base)))
+        extra = pairs[split:] - len(self.base)
+        apart = self.base[self.first[extra]] - self.base[self.second[extra]]
+        none = np.empty(0, dtype=np.int64)
+        return PairBlock(
+            np.concatenate([self.base[pairs[:split]], apart]),
+            none,
+            none,
+            self.example[pairs],
+            self.distance[pairs],
+            self.middle[pairs],
+            self.identical[pairs],
+        )
+
+
+def group_keys(keys: VectorTable, signs: Float[np.ndarray, " dim"]) -> KeyGroups:
+    """Sort keys into groups and orient them; the order inside a group is the order of the rows."""
+    row = np.arange(len(keys.bucket))
+    by_pair = np.lexsort((row, keys.example, keys.bucket))
+    bucket, example = keys.bucket[by_pair], keys.example[by_pair]
+    opens = np.ones(len(row), dtype=bool)
+    opens[1:] = (bucket[1:] != bucket[:-1]) | (example[1:] != example[:-1])
+    first_row = by_pair[opens][np.cumsum(opens) - 1]  # stable sort: a group's first is its earliest
+    order = by_pair[np.lexsort((by_pair, first_row, bucket))]
+    bucket, example = keys.bucket[order], keys.example[order]
+    start = np.flatnonzero(np.r_[True, (bucket[1:] != bucket[:-1]) | (example[1:] != example[:-1])])
+    buckets, bucket_start = np.unique(bucket, return_index=True)
+    vectors = np.take(keys.vectors, order, axis=0)
+    vectors *= signs.astype(np.float32)
+    return KeyGroups(
+        vectors=vectors,
+        position=keys.position[order],
+        example=example,
+        buckets=buckets,
+        bucket_start=np.append(bucket_start, len(row)),
+        group_start=start,
+        group_size=np.diff(np.append(start, len(row))),
+    )
+
+
+def pair_blocks(
+    keys: KeyGroups, index: int, *, limit: int, seed: Sequence[int]
+) -> Iterator[PairBlock]:
+    """The pairs of key bucket `index`: all of them if at most `limit`, else a sample of `limit`."""
+    start, size = keys.groups_of(index)
+    total = int((size * (size - 1) // 2).sum())
+    if total > limit:
+        yield from _sampled_blocks(keys, start, size, limit, seed)
+        return
+    count = np.cumsum(size * (size - 1) // 2)
+    cuts = np.searchsorted(count, np.arange(BLOCK_PAIRS, total, BLOCK_PAIRS))
+    for begin, end in zip(np.r_[0, cuts], np.r_[cuts, len(size)], strict=True):
+        if end > begin:
+            yield _enumerated_block(keys, start[begin:end], size[begin:end])
+
+
+def _enumerated_block(
+    keys: KeyGroups, start: Int64[np.ndarray, " group"], size: Int64[np.ndarray, " group"]
+) -> PairBlock:
+    """All pairs of some groups; groups of one size are laid out together, without a Python loop."""
+    anchor, other, first, second = [], [], [], []
+    offset = 0
+    for n in np.unique(size).tolist():
+        heads = start[size == n]
+        shape = (len(heads), n - 1)
+        anchor.append(np.repeat(heads, n - 1))
+        other.append((heads[:, None] + np.arange(1, n)).ravel())
+        left, right = np.triu_indices(n - 1, k=1)
+        row = offset + np.arange(shape[0])[:, None] * (n - 1)
+        first.append((row + left).ravel())
+        second.append((row + right).ravel())
+        offset += shape[0] * shape[1]
+    a, b = np.concatenate(anchor), np.concatenate(other)
+    i, j = np.concatenate(first), np.concatenate(second)
+    rows_a, rows_b = np.concatenate([a, b[j]]), np.concatenate([b, b[i]])
+    return _block(keys, a, b, (i, j), (rows_a, rows_b))
+
+
+def _sampled_blocks(
+    keys: KeyGroups,
+    start: Int64[np.ndarray, " group"],
+    size: Int64[np.ndarray, " group"],
+    limit: int,
+    seed: Sequence[int],
+) -> Iterator[PairBlock]:
+    """Distinct pairs, uniformly without replacement: draw ranks, then find the pair of each."""
+    count = np.cumsum(size * (size - 1) // 2)
+    rank = np.sort(np.random.default_rng(seed).choice(int(count[-1]), limit, replace=False))
+    group = np.searchsorted(count, rank, side="right")
+    local = rank - np.where(group > 0, count[group - 1], 0)
+    # Inside a group, rank r is the pair low < high with r = C(high, 2) + low.
+    high = ((1 + np.sqrt(1 + 8 * local.astype(np.float64))) / 2).astype(np.int64)
+    high -= high * (high - 1) // 2 > local  # the square root may round either way
+    high += high * (high + 1) // 2 <= local
+    low = local - high * (high - 1) // 2
+    a, b = start[group] + low, start[group] + high
+    for begin in range(0, limit, BLOCK_PAIRS):
+        part = slice(begin, begin + BLOCK_PAIRS)
+        yield listed_block(keys, a[part], b[part])
+
+
+def listed_block(
+    keys: KeyGroups, a: Int64[np.ndarray, " pair"], b: Int64[np.ndarray, " pair"]
+) -> PairBlock:
+    """A block of given pairs of rows; the difference is `a - b`."""
+    none = np.empty(0, dtype=np.int64)
+    return _block(keys, b, a, (none, none), (b, a))
+
+
+def _block(
+    keys: KeyGroups,
+    anchor: Int64[np.ndarray, " base"],
+    other: Int64[np.ndarray, " base"],
+    extra: tuple[Int64[np.ndarray, " extra"], Int64[np.ndarray, " extra"]],
+    rows: tuple[Int64[np.ndarray, " pair"], Int64[np.ndarray, " pair"]],
+) -> PairBlock:
+    base = np.subtract(keys.vectors[other], keys.vectors[anchor], dtype=np.float64)
+    first, second = extra
+    p, q = keys.position[rows[0]], keys.position[rows[1]]
+    return PairBlock(
+        base=base,
+        first=first,
+        second=second,
+        example=keys.example[rows[0]],
+        distance=np.abs(p - q).astype(np.float64),
+        middle=(p + q) / 2.0,
+        identical=_identical(base, first, second),
+    )
+
+
+def _identical(
+    base: Float[np.ndarray, "base dim"],
+    first: Int64[np.ndarray, " extra"],
+    second: Int64[np.ndarray, " extra"],
+) -> Bool[np.ndarray, " pair"]:
+    """Which pairs are of equal keys. Equal rows have equal norms, so few need a full look."""
+    norm = np.vecdot(base, base)
+    same = np.abs(norm[first] - norm[second]) <= 1e-12 * norm[first]
+    maybe = np.flatnonzero(same)
+    same[maybe] = (base[first[maybe]] == base[second[maybe]]).all(axis=1)
+    return np.concatenate([norm == 0.0, same])
+
+
+def draw_public_pairs(
+    rng: np.random.Generator,
+    start: Int64[np.ndarray, " group"],
+    size: Int64[np.ndarray, " group"],
+    num_pairs: int,
+) -> tuple[Int64[np.ndarray, " pair"], Int64[np.ndarray, " pair"]]:
+    """Draw pairs as the public code does: with replacement, two generator calls a pair.
+
+    The calls and their order are part of the definition: they decide every later draw.
+    """
+    count = np.cumsum(size * (size - 1) // 2)
+    total = int(count[-1])
+    first, second = [], []
+    for _ in range(min(num_pairs, total)):
+        group = int(np.searchsorted(count, rng.integers(total), side="right"))
+        one, two = rng.choice(int(size[group]), 2, replace=False)
+        first.append(start[group] + one)
+        second.append(start[group] + two)
+    return np.asarray(first, dtype=np.int64), np.asarray(second, dtype=np.int64)

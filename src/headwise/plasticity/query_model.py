@@ -1,0 +1,303 @@
+"""What is assumed about a head's queries: a mean and a covariance for every query bucket.
+
+A query at bucket b prefers key 1 over key 2 when q.d > 0, d = k1 - k2. If q is normal with mean
+mu_b and covariance S_b, that happens with probability Phi(m / sqrt(v)), m = mu_b.d, v = d'S_b d.
+The definitions differ only in mu_b and S_b, so each is a `QueryModel`: means and factors F_b with
+S_b = F_b F_b'. The rotation that singles out the positional direction is folded into them, so keys
+are never rotated.
+
+Invariant: with a full covariance the numbers do not depend on orientation or rotation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Float, Float32, Int64
+from scipy import linalg
+
+from headwise.plasticity.reader import VectorTable
+
+Definition = Literal["seed", "full", "empirical", "linear-diagonal"]
+
+
+_PART = 512  # rows turned at a time: a transpose is quick inside the cache
+
+
+FLOOR = 1e-12  # the seed's epsilon: added to a covariance, and the least variance
+
+
+@dataclass(frozen=True)
+class Queries:
+    """One head's queries, oriented and sorted by bucket; components are contiguous rows.
+
+    They are kept as the float32 they were captured in; every sum over them is in float64.
+    """
+
+    vectors: Float32[np.ndarray, "dim row"]
+    position: Float[np.ndarray, " row"]
+    example: Int64[np.ndarray, " row"]
+    buckets: Int64[np.ndarray, " bucket"]
+    start: Int64[np.ndarray, " bucket_and_one"]
+
+    def rows(self, index: int) -> slice:
+        """The rows of one bucket."""
+        return slice(int(self.start[index]), int(self.start[index + 1]))
+
+    @property
+    def counts(self) -> Int64[np.ndarray, " bucket"]:
+        """Queries in each bucket."""
+        return np.asarray(np.diff(self.start))
+
+    def along(self, directions: Float[np.ndarray, "k dim"]) -> Float[np.ndarray, "k row"]:
+        """Every query's product with some directions, in one pass."""
+        product = np.empty((len(directions), self.vectors.shape[1]))
+        for begin in range(0, product.shape[1], _PART):
+            part = self.vectors[:, begin : begin + _PART].astype(np.float64)
+            product[:, begin : begin + _PART] = directions @ part
+        return product
+
+    @property
+    def mean_positions(self) -> Float[np.ndarray, " bucket"]:
+        """The mean position of each bucket's queries (tau)."""
+        sums = np.add.reduceat(self.position, self.start[:-1])
+        return np.asarray(sums / self.counts)
+
+
+@dataclass(frozen=True)
+class PositionFit:
+    """Least squares of every component on position: q = alpha + beta t."""
+
+    alpha: Float[np.ndarray, " dim"]
+    beta: Float[np.ndarray, " dim"]
+    r2: Float[np.ndarray, " dim"]
+
+
+@dataclass(frozen=True)
+class Reflection:
+    """H = I - 2 v v', with the first column's sign turned if `flip` is -1."""
+
+    v: Float[np.ndarray, " dim"]
+    flip: float
+
+    @property
+    def axis(self) -> Float[np.ndarray, " dim"]:
+        """The positional direction: the first column of H."""
+        first: np.ndarray = -2 * self.v * self.v[0]
+        first[0] += 1.0
+        return first * self.flip
+
+    def components(
+        self, queries: Queries, along_v: Float[np.ndarray, " row"]
+    ) -> Iterator[Float[np.ndarray, " row"]]:
+        """Components in the rotated basis, one after another: the whole is never in memory."""
+        for index, component in enumerate(queries.vectors):
+            rotated = component - (2 * self.v[index]) * along_v
+            yield self.flip * rotated if index == 0 else rotated
+
+    def matrix(self) -> Float[np.ndarray, "dim dim"]:
+        """H written out, one basis vector a column."""
+        basis: np.ndarray = np.eye(len(self.v)) - 2 * np.outer(self.v, self.v)
+        basis[:, 0] *= self.flip
+        return basis
+
+
+@dataclass(frozen=True)
+class QueryModel:
+    """Mean and covariance factor of each bucket; one factor alone is shared by all buckets."""
+
+    means: Float[np.ndarray, "dim bucket"]
+    factors: tuple[Float[np.ndarray, "dim dim"], ...]  # lower triangular
+    axis: Float[np.ndarray, " dim"]
+    keep_identical: bool  # whether a pair of equal keys counts (as 1) or is left out
+
+    def factor(self, index: int) -> Float[np.ndarray, "dim dim"]:
+        """The factor of one bucket."""
+        return self.factors[index if len(self.factors) > 1 else 0]
+
+
+def sort_queries(table: VectorTable, signs: Float[np.ndarray, " dim"]) -> Queries:
+    """Sort by bucket, orient, and lay components out as rows."""
+    order = np.argsort(table.bucket, kind="stable")
+    buckets, start = np.unique(table.bucket[order], return_index=True)
+    single = signs.astype(np.float32)
+    vectors = np.empty(table.vectors.shape[::-1], dtype=np.float32)
+    for begin in range(0, len(order), _PART):
+        part = np.take(table.vectors, order[begin : begin + _PART], axis=0) * single
+        vectors[:, begin : begin + _PART] = np.ascontiguousarray(part.T)
+    return Queries(
+        vectors=vectors,
+        position=table.position[order].astype(np.float64),
+        example=table.example[order],
+        buckets=buckets,
+        start=np.append(start, len(order)),
+    )
+
+
+def fit_positions(queries: Queries) -> PositionFit:
+    """Regress every component on the raw position; constant positions give slope and R2 0."""
+    centred_t = queries.position - queries.position.mean()
+    spread = float(centred_t @ centred_t)
+    mean, product, total = np.zeros((3, len(queries.vectors)))
+    for index, values in enumerate(queries.vectors):
+        component = values.astype(np.float64)
+        mean[index] = component.mean()
+        component -= mean[index]
+        product[index], total[index] = component @ centred_t, component @ component
+    if spread <= 0:
+        return PositionFit(mean, np.zeros_like(mean), np.zeros_like(mean))
+    beta = product / spread
+    residual = total - beta * beta * spread
+    r2 = np.minimum(1.0 - residual / np.maximum(total, FLOOR), 1.0)
+    return PositionFit(mean - beta * queries.position.mean(), beta, r2)
+
+
+def reflect_onto(beta: Float[np.ndarray, " dim"], *, public: bool) -> Reflection:
+    """A Householder reflection whose first column is the direction of `beta`.
+
+    The public code always takes v along u - e1, which is rounding noise when u is near e1;
+    otherwise the sign is chosen so that nothing cancels, and the first column is turned back.
+    """
+    none = Reflection(np.zeros_like(beta), 1.0)
+    size = float(np.linalg.norm(beta))
+    if size < FLOOR:
+        return none
+    u = beta / size
+    v, flip = u.copy(), 1.0
+    if public or u[0] <= 0:
+        v[0] -= 1.0
+    else:
+        v[0] += 1.0
+        flip = -1.0
+    length = float(np.linalg.norm(v))
+    return none if length < FLOOR else Reflection(v / length, flip)
+
+
+def bucket_moments(
+    queries: Queries, index: int
+) -> tuple[Float[np.ndarray, " dim"], Float[np.ndarray, "dim dim"]]:
+    """Mean and covariance (n - 1) of one bucket's queries; a single query has covariance 0."""
+    inside = queries.vectors[:, queries.rows(index)].astype(np.float64)
+    mean = inside.mean(axis=1)
+    inside -= mean[:, None]
+    return mean, inside @ inside.T / max(inside.shape[1] - 1, 1)
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """The positional basis of one head, and its queries' products with what defines it."""
+
+    fit: PositionFit
+    reflection: Reflection
+    along_axis: Float[np.ndarray, " row"]
+    along_v: Float[np.ndarray, " row"]
+    residual: Float[np.ndarray, " row"]  # along the axis, what the line does not explain
+
+
+def rotate_queries(queries: Queries, *, public: bool) -> Rotation:
+    """Fit positions and turn the first axis onto the slope."""
+    fit = fit_positions(queries)
+    reflection = reflect_onto(fit.beta, public=public)
+    axis = reflection.axis
+    along_axis, along_v = queries.along(np.stack([axis, reflection.v]))
+    line = axis @ fit.alpha + (axis @ fit.beta) * queries.position
+    return Rotation(fit, reflection, along_axis, along_v, along_axis - line)
+
+
+def build_model(definition: Definition, queries: Queries, rotation: Rotation) -> QueryModel:
+    """Means and covariance factors of every query bucket under one definition."""
+    if definition == "linear-diagonal":
+        return _linear_diagonal(queries, rotation)
+    if definition == "full":
+        moments = [bucket_moments(queries, index) for index in range(len(queries.buckets))]
+        means = np.stack([mean for mean, _ in moments], axis=1)
+        factors = tuple(factor_of(covariance) for _, covariance in moments)
+        return QueryModel(means, factors, rotation.reflection.axis, keep_identical=False)
+    model = _seed(queries, rotation)
+    return model if definition == "seed" else replace(model, keep_identical=False)
+
+
+def _seed(queries: Queries, rotation: Rotation) -> QueryModel:
+    """Along the positional axis the line and one variance; across it the bucket's own moments."""
+    fit, axis, residual = rotation.fit, rotation.reflection.axis, rotation.residual
+    variance = float(residual.var(ddof=1)) if len(residual) > 1 else 1.0
+    across = np.eye(len(axis)) - np.outer(axis, axis)
+    line = axis @ fit.alpha + (axis @ fit.beta) * queries.mean_positions
+    means, factors = np.outer(axis, line), []
+    for index in range(len(queries.buckets)):
+        mean, covariance = bucket_moments(queries, index)
+        means[:, index] += mean - axis * (axis @ mean)
+        semantic = across @ covariance @ across + FLOOR * across
+        factors.append(factor_of(semantic + variance * np.outer(axis, axis)))
+    return QueryModel(means, tuple(factors), axis, keep_identical=True)
+
+
+def _linear_diagonal(queries: Queries, rotation: Rotation) -> QueryModel:
+    """The public code: one line and one variance for each rotated component, for all buckets."""
+    num_rows = queries.vectors.shape[1]
+    fit, reflection = rotation.fit, rotation.reflection
+    basis = reflection.matrix()
+    variance = np.ones(len(fit.beta))
+    if num_rows > 1:
+        lines = zip(basis.T @ fit.alpha, basis.T @ fit.beta, strict=True)
+        rotated = reflection.components(queries, rotation.along_v)
+        variance = np.array(
+            [
+                (component - (a + b * queries.position)).var(ddof=1)
+                for component, (a, b) in zip(rotated, lines, strict=True)
+            ]
+        )
+    scale = np.sqrt(np.where(variance > 0, variance, FLOOR))
+    means = fit.alpha[:, None] + np.outer(fit.beta, queries.mean_positions)
+    return QueryModel(means, (triangular(basis * scale),), reflection.axis, keep_identical=False)
+
+
+def factor_of(covariance: Float[np.ndarray, "dim dim"]) -> Float[np.ndarray, "dim dim"]:
+    """Lower triangular F with F F' = covariance; by eigenvalues if it is singular."""
+    try:
+        return np.asarray(linalg.cholesky(covariance, lower=True, check_finite=False))
+    except linalg.LinAlgError:
+        values, vectors = linalg.eigh(covariance, check_finite=False)
+        return triangular(vectors * np.sqrt(np.maximum(values, 0.0)))
+
+
+def triangular(factor: Float[np.ndarray, "dim dim"]) -> Float[np.ndarray, "dim dim"]:
+    """The lower triangular matrix with the same F F'; products with it cost half."""
+    upper: np.ndarray = linalg.qr(factor.T, mode="r", check_finite=False)[0]
+    return upper.T
+
+
+@dataclass(frozen=True)
+class Predictability:
+    """How well one projection of a query tells log2 of its position."""
+
+    r2: float
+    mae_baseline: float
+    mae_projection: float
+
+    @property
+    def mae_ratio(self) -> float:
+        """Projection's error over the error of always saying the mean; 1 if both are 0."""
+        return self.mae_projection / self.mae_baseline if self.mae_baseline > 0 else 1.0
+
+
+def predict_positions(queries: Queries, rotation: Rotation) -> Predictability:
+    """Regress log2(position + 1) on the projection of the query onto the slope."""
+    target = np.log2(queries.position + 1.0)
+    centred = target - target.mean()
+    baseline = float(np.abs(centred).mean())
+    size = float(np.linalg.norm(rotation.fit.beta))
+    projection = np.zeros(len(target))
+    if size >= FLOOR:
+        projection = rotation.along_axis - rotation.along_axis.mean()
+    elif size > 0:  # too short to rotate onto, but still a direction
+        projection = queries.along(rotation.fit.beta[None] / size)[0]
+        projection -= projection.mean()
+    spread, total = float(projection @ projection), float(centred @ centred)
+    if spread <= 0 or total <= 0:
+        return Predictability(0.0, baseline, baseline)
+    left = centred - projection * (float(projection @ centred) / spread)
+    return Predictability(1.0 - float(left @ left) / total, baseline, float(np.abs(left).mean()))

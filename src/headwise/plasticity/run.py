@@ -1,0 +1,306 @@
+"""Attention plasticity of every head in a folder of captured queries and keys.
+
+Plan the groups (one key head and its query heads), measure them in parallel, keep each finished
+head on disk at once, and write the tables from what is kept. Work is spread over processes with
+one BLAS thread each, or over a Dask cluster; only this process writes.
+
+Invariant: the same files and settings give the same bytes, whatever the number of workers, the
+backend, and however often the run was stopped and resumed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import joblib
+
+from headwise.artefacts import content_hash, load_artefact, save_artefact
+from headwise.errors import ArtefactError, HeadwiseError, SettingsError, TextError
+from headwise.heads import Head, select_heads
+from headwise.plasticity.head_group import HeadFailure, HeadResult, analyse_group
+from headwise.plasticity.reader import HeadGroup, QKFolder, find_heads, group_heads
+from headwise.plasticity.settings import PlasticitySettings, load_settings
+from headwise.plasticity.tables import (
+    Record,
+    Row,
+    bucket_rows,
+    component_rows,
+    distance_map,
+    head_row,
+    record_of,
+    save_summary,
+    write_tables,
+)
+
+__all__ = [
+    "HeadFailure",
+    "Plasticity",
+    "PlasticitySettings",
+    "compute_plasticity",
+    "load_settings",
+]
+
+
+HEADS_FOLDER = ".heads"  # one small file for each finished head, for --resume
+
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Plasticity:
+    """The tables of one run, the heads that failed, and the files written."""
+
+    model: str
+    settings: PlasticitySettings
+    heads: tuple[Row, ...]
+    buckets: tuple[Row, ...]
+    components: tuple[Row, ...]
+    distances: dict[str, Any]
+    failures: tuple[HeadFailure, ...]
+    files: tuple[Path, ...]
+
+
+def compute_plasticity(
+    source: Path | str | PlasticitySettings,
+    *,
+    out: Path,
+    resume: bool = False,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Plasticity:
+    """Measure every head of `source` (a folder, a YAML file or settings) and write `out`.
+
+    `options` are fields of `PlasticitySettings` that override the source's. Heads that fail are in
+    `failures` and the others are finished; with `resume` finished heads of an earlier run with the
+    same settings and files are taken from `out`. `progress(done, total)` counts heads.
+    """
+    out = Path(out)
+    settings = _settings_of(source).replaced(**options)
+    folder = find_heads(_local_root(settings), settings.model_dir)
+    groups = _wanted_groups(folder, settings)
+    total = sum(len(group.q_heads) for group in groups)
+    records, todo = _finished(out, folder, groups, settings) if resume else ([], groups)
+    failures: list[HeadFailure] = []
+    for group, items in _measure(folder, todo, settings):
+        for item in items:
+            if isinstance(item, HeadFailure):
+                failures.append(item)
+            else:
+                records.append(_keep(out, folder, group, item, settings))
+        if progress is not None:
+            progress(len(records) + len(failures), total)
+    records.sort(key=lambda record: (record["layer"], record["q_head"]))
+    failures.sort(key=lambda failure: (failure.layer, failure.q_head))
+    if records and all(record["overall"] is None for record in records):
+        raise TextError(
+            "no head has a cell to measure: no query stands in a later bucket than two keys",
+            where=out,
+            fix="capture longer texts, or smaller --buckets",
+        )
+    return _write(out, folder, settings, records, failures)
+
+
+def _settings_of(source: Path | str | PlasticitySettings) -> PlasticitySettings:
+    if isinstance(source, PlasticitySettings):
+        return source
+    path = Path(source)
+    if path.suffix in (".yaml", ".yml"):
+        return load_settings(path)
+    return PlasticitySettings(dataset_local_root=path)
+
+
+def _local_root(settings: PlasticitySettings) -> Path:
+    """The folder to read; the hub is asked only if a dataset is named and no folder is."""
+    if settings.dataset_local_root is not None:
+        return settings.dataset_local_root.resolve()
+    if "dataset_name" not in settings.model_fields_set:
+        raise SettingsError(
+            "no data is named",
+            fix="set dataset_local_root to a folder, or dataset_name to a hub dataset",
+        )
+    from huggingface_hub import snapshot_download  # late: only a hub run needs it
+    from huggingface_hub.errors import HfHubHTTPError
+
+    every = ["*/data.parquet", "*/*/data.parquet", "_saver_state.json", "capture.json"]
+    named = settings.model_dir not in (None, ".")
+    try:
+        found = snapshot_download(
+            settings.dataset_name,
+            repo_type="dataset",
+            revision=settings.revision,
+            allow_patterns=[f"{settings.model_dir}/*"] if named else every,
+        )
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise ArtefactError(
+            f"cannot download {settings.dataset_name}: {str(error).splitlines()[0]}",
+            fix="check dataset_name, revision and the network, or set dataset_local_root",
+        ) from None
+    return Path(found)
+
+
+def _wanted_groups(folder: QKFolder, settings: PlasticitySettings) -> list[HeadGroup]:
+    groups = group_heads(
+        folder,
+        num_layers=settings.num_layers,
+        num_q_heads=settings.num_q_heads,
+        num_k_heads=settings.num_k_heads,
+    )
+    if settings.heads is None:
+        return groups
+    listed = [Head(group.layer, index) for group in groups for index in group.q_heads]
+    chosen = select_heads(
+        settings.heads,
+        num_layers=1 + max(head.layer for head in listed),
+        num_heads=1 + max(head.index for head in listed),
+    )
+    return _only(groups, {(head.layer, head.index) for head in chosen})
+
+
+def _only(groups: Sequence[HeadGroup], heads: set[tuple[int, int]]) -> list[HeadGroup]:
+    """The groups with only some of their query heads; empty groups fall away."""
+    kept = [
+        HeadGroup(
+            group.layer,
+            group.k_head,
+            tuple(index for index in group.q_heads if (group.layer, index) in heads),
+        )
+        for group in groups
+    ]
+    return [group for group in kept if group.q_heads]
+
+
+def _measure(
+    folder: QKFolder, groups: Sequence[HeadGroup], settings: PlasticitySettings
+) -> Iterator[tuple[HeadGroup, list[HeadResult | HeadFailure]]]:
+    """Measure groups in parallel, in the order they finish.
+
+    One worker is also a process of its own: BLAS splits sums differently over several threads, and
+    only a fresh process can be held to one.
+    """
+    if not groups:
+        return
+    workers = min(settings.max_workers or os.cpu_count() or 1, len(groups))
+    dask = settings.backend == "dask"
+    # With one worker, one group is under way at a time although loky keeps two processes.
+    place = _dask(settings.scheduler) if dask else _processes(max(workers, 2))
+    with place:
+        parallel = joblib.Parallel(
+            return_as="generator_unordered", pre_dispatch="all" if dask else workers, batch_size=1
+        )
+        try:
+            yield from parallel(
+                joblib.delayed(_measure_group)(folder, group, settings) for group in groups
+            )
+        except BrokenProcessPool:
+            raise HeadwiseError(
+                "a worker process died, most likely for want of memory",
+                where=folder.path,
+                fix="run again with --resume and fewer --workers; finished heads are kept",
+            ) from None
+
+
+def _processes(count: int) -> Any:
+    return joblib.parallel_config(backend="loky", n_jobs=count, inner_max_num_threads=1)
+
+
+def _dask(scheduler: str | None) -> Any:
+    if scheduler is None:
+        raise SettingsError(
+            "the dask backend needs a scheduler", fix="give --scheduler tcp://HOST:PORT"
+        )
+    try:
+        return joblib.parallel_config(backend="dask", scheduler_host=scheduler)
+    except (ImportError, ValueError, OSError) as error:
+        raise SettingsError(
+            f"cannot use the Dask scheduler {scheduler}: {error or type(error).__name__}",
+            fix="pip install 'headwise[cluster]', and check the address",
+        ) from None
+
+
+def _measure_group(
+    folder: QKFolder, group: HeadGroup, settings: PlasticitySettings
+) -> tuple[HeadGroup, list[HeadResult | HeadFailure]]:
+    return group, analyse_group(folder, group, settings)
+
+
+def _head_file(out: Path, layer: int, q_head: int) -> Path:
+    return out / HEADS_FOLDER / f"l{layer:02d}h{q_head:02d}.json"
+
+
+def _key(
+    folder: QKFolder, layer: int, q_head: int, k_head: int, settings: PlasticitySettings
+) -> str:
+    """What a finished head is valid for: the settings and the state of its two files."""
+    parts = [settings.fingerprint()]
+    for path in (folder.file(layer, q_head, "q"), folder.file(layer, k_head, "k")):
+        state = path.stat() if path.exists() else None
+        parts.append(f"{path.name} {state.st_size} {state.st_mtime_ns}" if state else "missing")
+    return content_hash(parts)
+
+
+def _keep(
+    out: Path, folder: QKFolder, group: HeadGroup, item: HeadResult, settings: PlasticitySettings
+) -> Record:
+    record = record_of(item)
+    key = _key(folder, item.layer, item.q_head, group.k_head, settings)
+    path = _head_file(out, item.layer, item.q_head)
+    save_artefact(path, "plasticity-head", {"key": key, "head": record})
+    return record
+
+
+def _finished(
+    out: Path, folder: QKFolder, groups: Sequence[HeadGroup], settings: PlasticitySettings
+) -> tuple[list[Record], list[HeadGroup]]:
+    """Heads that an earlier run finished with these settings and files, and what is left to do."""
+    records, left = [], set()
+    for group in groups:
+        for q_head in group.q_heads:
+            record = _kept_record(out, folder, group, q_head, settings)
+            if record is None:
+                left.add((group.layer, q_head))
+            else:
+                records.append(record)
+    return records, _only(groups, left)
+
+
+def _kept_record(
+    out: Path, folder: QKFolder, group: HeadGroup, q_head: int, settings: PlasticitySettings
+) -> Record | None:
+    path = _head_file(out, group.layer, q_head)
+    if not path.exists():
+        return None
+    try:
+        kept = load_artefact(path, "plasticity-head")
+    except ArtefactError:  # damaged: measuring again mends it
+        return None
+    same = kept.get("key") == _key(folder, group.layer, q_head, group.k_head, settings)
+    record: Record | None = kept.get("head") if same else None
+    return record
+
+
+def _write(
+    out: Path,
+    folder: QKFolder,
+    settings: PlasticitySettings,
+    records: Sequence[Record],
+    failures: Sequence[HeadFailure],
+) -> Plasticity:
+    weighted = settings.definition != "linear-diagonal"
+    heads = tuple(head_row(record, weighted=weighted) for record in records)
+    buckets = tuple(row for record in records for row in bucket_rows(record))
+    components = tuple(row for record in records for row in component_rows(record))
+    distances = distance_map(records)
+    model = folder.model
+    files = (
+        *write_tables(out, settings, heads, buckets, components),
+        save_summary(out / "plasticity.json", model, settings, heads, distances, failures),
+    )
+    return Plasticity(
+        model, settings, heads, buckets, components, distances, tuple(failures), files
+    )

@@ -1,0 +1,103 @@
+"""What a plasticity run depends on: the seed's YAML fields and headwise's own, checked once.
+
+Invariant: a settings value is complete and valid; an unknown key never passes silently.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+
+from headwise.artefacts import content_hash, to_json
+from headwise.plasticity.query_model import Definition
+from headwise.settings import read_yaml, validated
+
+SEED_DATASET = "viktoroo/sniffed-qk"
+
+
+# Where and how the work is done, and what the files are called, cannot change a number.
+_NOT_IN_HASH = {
+    "dataset_name",
+    "revision",
+    "dataset_local_root",
+    "model_dir",
+    "output_csv",
+    "bucket_csv",
+    "component_csv",
+    "max_workers",
+    "backend",
+    "scheduler",
+    "num_layers",
+    "heads",
+}
+
+
+class PlasticitySettings(BaseModel):
+    """Settings of one run. Counts left out are discovered from the folder."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    dataset_local_root: Path | None = Field(default=None, description="folder of captured vectors")
+    dataset_name: str = Field(
+        default=SEED_DATASET, description="hub dataset, used without a local root"
+    )
+    revision: str | None = Field(default=None, description="branch or commit of the hub dataset")
+    model_dir: str | None = Field(
+        default=None, description="the model's folder under the root, if any"
+    )
+    num_layers: PositiveInt | None = None
+    num_q_heads: PositiveInt | None = None
+    num_k_heads: PositiveInt | None = None
+    heads: str | None = Field(default=None, description="a selection such as L0-3H2; default all")
+    max_tokens_per_head: PositiveInt = 50_000
+    normality_max_dims: PositiveInt = 64
+    p_alpha: float = Field(default=0.01, gt=0, lt=1)
+    seed: NonNegativeInt = 0
+    definition: Definition = "seed"
+    pairs: PositiveInt | Literal["all"] = Field(default="all", description="key pairs a cell")
+    max_pairs: PositiveInt = Field(
+        default=200_000, description="sample a key bucket that has more pairs"
+    )
+    legacy_columns: bool = Field(
+        default=False, description="the public code's columns and its windows"
+    )
+    output_csv: str = "head_metrics.csv"
+    bucket_csv: str = "head_bucket_plasticity.csv"
+    component_csv: str = "head_component_weights.csv"
+    max_workers: PositiveInt | None = Field(
+        default=None, description="processes; default one a core"
+    )
+    backend: Literal["joblib", "dask"] = "joblib"
+    scheduler: str | None = Field(default=None, description="address of a Dask scheduler")
+
+    @property
+    def draws_as_public_code(self) -> bool:
+        """Whether pairs come from the public code's generator calls."""
+        return self.definition == "linear-diagonal" and self.pairs != "all"
+
+    @property
+    def window_in_buckets(self) -> bool:
+        """Whether a sliding window is misread as a number of buckets, as the public code does."""
+        return self.definition == "linear-diagonal" and self.legacy_columns
+
+    def fingerprint(self) -> str:
+        """A hash of everything here that can change a number."""
+        return content_hash([to_json(self.model_dump(mode="json", exclude=_NOT_IN_HASH))])
+
+    def replaced(self, **changes: Any) -> PlasticitySettings:
+        """These settings with some fields changed, checked again; None changes nothing."""
+        given = {name: value for name, value in changes.items() if value is not None}
+        body = {**self.model_dump(exclude_unset=True), **given}
+        return validated(PlasticitySettings, body, "the given options")
+
+
+def load_settings(path: Path) -> PlasticitySettings:
+    """Read a YAML file; a relative local root may be meant from the file's own folder."""
+    path = Path(path)
+    settings = validated(PlasticitySettings, read_yaml(path), path)
+    root = settings.dataset_local_root
+    if root is not None and not root.is_dir() and (path.parent / root).is_dir():
+        return settings.replaced(dataset_local_root=path.parent / root)
+    return settings

@@ -1,0 +1,333 @@
+"""Plasticity of each cell (query bucket, key bucket), of a head, and their standard errors.
+
+A pair's plasticity is 4 p (1 - p), p the probability that a query of the bucket prefers the first
+key: 1 if the queries are split, 0 if they agree. A cell is the mean over its pairs.
+
+Standard errors are those of a bootstrap over documents. It is not simulated: each document's
+influence on a cell (through its key pairs, and through the bucket moments of its queries) is
+computed, and the variance of a sum of influences under resampling is known. Above `MAX_DOCUMENTS`
+documents and `GRADIENT_PAIRS` pairs an even subset estimates that variance. The line fitted over
+all positions (`linear-diagonal`, and the positional part of `seed`) is taken as given.
+
+Invariant: the numbers of a head do not depend on which other heads are scored with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from jaxtyping import Bool, Float, Int, Int64
+from scipy.linalg.blas import dtrmm
+from scipy.special import ndtr
+
+from headwise.plasticity.key_pairs import KeyGroups, PairBlock
+from headwise.plasticity.query_model import FLOOR, Definition, Queries, QueryModel
+
+MAX_DOCUMENTS = 128
+
+
+GRADIENT_PAIRS = 256
+
+
+DISTANCE_BINS = 32  # powers of two tokens
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One (query bucket, key bucket); NaN plasticity means that no pair could be judged."""
+
+    q_bucket: int
+    k_bucket: int
+    plasticity: float
+    n_pairs: int
+    n_queries: int
+    n_keys: int
+    se: float
+
+
+@dataclass(frozen=True)
+class HeadCells:
+    """All cells of one head, with the standard error of their aggregate."""
+
+    cells: tuple[Cell, ...]
+    overall: float
+    se: float
+    distance_sum: Float[np.ndarray, "distance lag"] = field(repr=False)
+    distance_count: Float[np.ndarray, "distance lag"] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Judge:
+    """What is needed to score pairs for one query head; `open` says which cells exist."""
+
+    definition: Definition
+    buckets: Int64[np.ndarray, " bucket"]
+    counts: Int64[np.ndarray, " bucket"]
+    tau: Float[np.ndarray, " bucket"]
+    open: Bool[np.ndarray, "bucket key_bucket"]
+    min_queries: int
+    model: QueryModel
+    queries: Queries | None  # kept only for `empirical`
+    documents: Int64[np.ndarray, " document"]  # those that carry the standard error
+    num_documents: int
+    probes: tuple[tuple[np.ndarray, np.ndarray], ...]  # per bucket: centred queries, document
+
+    def columns(self, key_index: int) -> Int[np.ndarray, " column"]:
+        """The query buckets that can be judged against one key bucket."""
+        return np.flatnonzero(self.open[:, key_index] & (self.counts >= self.min_queries))
+
+
+def open_cells(
+    queries: Queries, keys: KeyGroups, window: int | None, *, window_in_buckets: bool
+) -> Bool[np.ndarray, "bucket key_bucket"]:
+    """Which key buckets lie before a query bucket and inside its sliding window.
+
+    A window of W tokens reaches a key bucket if some query is less than W tokens after some key.
+    The public code took W for a number of buckets.
+    """
+    q_bucket, k_bucket = queries.buckets[:, None], keys.buckets[None, :]
+    before: np.ndarray = (k_bucket < q_bucket) & (q_bucket > 0)
+    if window is None:
+        return before
+    if window_in_buckets:
+        return before & (k_bucket >= q_bucket - max(window, 1))
+    first_query = np.minimum.reduceat(queries.position, queries.start[:-1])
+    last_key = np.maximum.reduceat(keys.position, keys.bucket_start[:-1])
+    return before & (first_query[:, None] - last_key[None, :] < window)
+
+
+def choose_documents(*examples: Int64[np.ndarray, " row"]) -> tuple[np.ndarray, int]:
+    """At most `MAX_DOCUMENTS` evenly chosen documents, ascending, and how many there are."""
+    found = np.unique(np.concatenate(examples))
+    step = -(-len(found) // MAX_DOCUMENTS)
+    return found[::step], len(found)
+
+
+def document_index(
+    example: Int64[np.ndarray, " row"], documents: Int64[np.ndarray, " document"]
+) -> Int64[np.ndarray, " row"]:
+    """Each row's place among the chosen documents; one past the end for the others."""
+    place = np.searchsorted(documents, example)
+    inside = documents[np.minimum(place, len(documents) - 1)] == example
+    return np.where(inside, place, len(documents))
+
+
+def make_probes(
+    definition: Definition, queries: Queries, model: QueryModel, documents: np.ndarray
+) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+    """Centred queries of the chosen documents, by bucket: they carry the moments' influence."""
+    if definition not in ("seed", "full"):
+        return ()
+    probes = []
+    place = document_index(queries.example, documents)
+    for index in range(len(queries.buckets)):
+        rows = queries.rows(index)
+        inside = place[rows] < len(documents)
+        block = queries.vectors[:, rows]
+        chosen = np.ascontiguousarray((block[:, inside] - block.mean(axis=1, keepdims=True)).T)
+        if definition == "seed":  # the positional part comes from the line, not from the bucket
+            axis = model.axis.astype(np.float32)
+            chosen -= np.outer(chosen @ axis, axis)
+        probes.append((chosen, place[rows][inside]))
+    return tuple(probes)
+
+
+def pair_moments(
+    block: PairBlock, model: QueryModel, columns: Int[np.ndarray, " column"]
+) -> tuple[Float[np.ndarray, "column pair"], Float[np.ndarray, "column pair"]]:
+    """Mean and variance of q.d for every pair and each of the query buckets."""
+    base, split = block.base, len(block.base)
+    mean = np.empty((len(columns), split + len(block.first)))
+    mean[:, :split] = model.means[:, columns].T @ base.T
+    mean[:, split:] = mean[:, block.first] - mean[:, block.second]
+    variance = np.empty_like(mean)
+    shared = len(model.factors) == 1
+    for row, column in enumerate(columns[:1] if shared else columns):
+        spread = _times_factor(base, model.factor(int(column)))
+        variance[row, :split] = np.vecdot(spread, spread)
+        apart = np.take(spread, block.first, axis=0)  # quicker than indexing
+        apart -= np.take(spread, block.second, axis=0)
+        variance[row, split:] = np.vecdot(apart, apart)
+    if shared:
+        variance[1:] = variance[0]
+    variance[:, block.identical] = 0.0
+    return mean, variance
+
+
+def _times_factor(
+    base: Float[np.ndarray, "base dim"], factor: Float[np.ndarray, "dim dim"]
+) -> Float[np.ndarray, "base dim"]:
+    """base @ factor for a lower triangular factor, at half the work."""
+    # BLAS is column-major: base' is what it sees, and factor' base' = (base factor)'.
+    product = dtrmm(1.0, factor, base.T, side=0, lower=1, trans_a=1)
+    return np.asarray(product).T
+
+
+def plasticity_of(
+    mean: Float[np.ndarray, "*pair"], variance: Float[np.ndarray, "*pair"]
+) -> Float[np.ndarray, "*pair"]:
+    """4 p (1 - p) with p = Phi(mean / sqrt(variance)), from the tail that does not cancel."""
+    tail = ndtr(-np.abs(mean) / np.sqrt(np.where(variance > 0, variance, FLOOR)))
+    return np.asarray(4.0 * tail * (1.0 - tail))
+
+
+def preference_gradient(
+    block: PairBlock, model: QueryModel, columns: Int[np.ndarray, " column"], pick: np.ndarray
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Derivative of the mean plasticity of some pairs by each bucket's mean and covariance."""
+    chosen = block.picked(pick)
+    differences = chosen.base
+    mean, variance = pair_moments(chosen, model, columns)
+    deviation = np.sqrt(np.where(variance > 0, variance, FLOOR))
+    z = mean / deviation
+    slope = 4.0 * np.exp(-0.5 * z * z) / np.sqrt(2 * np.pi) * (1.0 - 2.0 * ndtr(z))
+    slope[variance <= 0] = 0.0
+    single = differences.astype(np.float32)
+    by_mean = (slope / deviation).astype(np.float32) @ single / len(pick)
+    weights = (-slope * z / (2.0 * deviation**2)).astype(np.float32) / np.float32(len(pick))
+    return [
+        (linear, (single * weight[:, None]).T @ single)
+        for linear, weight in zip(by_mean, weights, strict=True)
+    ]
+
+
+@dataclass
+class Tally:
+    """Running sums of one head over pair blocks; `settle` turns them into cells."""
+
+    judge: Judge
+    keys: KeyGroups
+    total: np.ndarray = field(init=False)  # (bucket, key bucket): summed plasticity
+    count: np.ndarray = field(init=False)  # (bucket, key bucket): pairs
+    influence: np.ndarray = field(init=False)  # (bucket, key bucket, document)
+    distance_sum: np.ndarray = field(init=False)
+    distance_count: np.ndarray = field(init=False)
+    _by_document: np.ndarray = field(init=False)  # (bucket, document): sums of this key bucket
+    _pairs_by_document: np.ndarray = field(init=False)
+    _moment_influence: np.ndarray = field(init=False)  # (bucket, document)
+
+    def __post_init__(self) -> None:
+        num_documents = len(self.judge.documents)
+        self.total, self.count = np.zeros(self.judge.open.shape), np.zeros(self.judge.open.shape)
+        self.influence = np.zeros((*self.judge.open.shape, num_documents))
+        self.distance_sum = np.zeros((DISTANCE_BINS, DISTANCE_BINS))
+        self.distance_count = np.zeros((DISTANCE_BINS, DISTANCE_BINS))
+        self._clear()
+
+    def _clear(self) -> None:
+        shape = (len(self.judge.buckets), len(self.judge.documents) + 1)
+        self._by_document, self._pairs_by_document = np.zeros(shape), np.zeros(shape)
+        self._moment_influence = np.zeros(shape)
+
+    def add(
+        self,
+        key_index: int,
+        block: PairBlock,
+        columns: Int[np.ndarray, " column"],
+        values: Float[np.ndarray, "column pair"],
+    ) -> None:
+        """Add the plasticity of the block's pairs, as seen from some query buckets."""
+        if not self.judge.model.keep_identical and block.identical.any():
+            values, block = values[:, ~block.identical], without_identical(block)
+        place = document_index(block.example, self.judge.documents)
+        size = len(self.judge.documents) + 1
+        pairs = np.bincount(place, minlength=size)
+        far = np.frexp(np.maximum(block.distance, 1.0))[1] * DISTANCE_BINS
+        for column, row in zip(columns, values, strict=True):
+            self.total[column, key_index] += row.sum()
+            self.count[column, key_index] += len(row)
+            self._by_document[column] += np.bincount(place, weights=row, minlength=size)
+            self._pairs_by_document[column] += pairs
+            lag = np.frexp(np.maximum(self.judge.tau[column] - block.middle, 1.0))[1]
+            self._add_distances(far + lag, row)
+
+    def _add_distances(self, bins: np.ndarray, row: Float[np.ndarray, " pair"]) -> None:
+        size = DISTANCE_BINS * DISTANCE_BINS
+        self.distance_sum += np.bincount(bins, row, size).reshape(self.distance_sum.shape)
+        self.distance_count += np.bincount(bins, minlength=size).reshape(self.distance_count.shape)
+
+    def add_moment_influence(
+        self, column: int, by_mean: np.ndarray, by_covariance: np.ndarray, share: float
+    ) -> None:
+        """Spread a gradient over the documents whose queries make up the bucket's moments."""
+        probe, place = self.judge.probes[column]
+        effect = probe @ by_mean + np.vecdot(probe @ by_covariance, probe)
+        self.add_query_influence(column, effect.astype(np.float64), place, share)
+
+    def add_query_influence(
+        self, column: int, effect: np.ndarray, place: np.ndarray, share: float
+    ) -> None:
+        """Add each query's effect on the cell's mean, centred, to its document."""
+        if len(effect) == 0:
+            return
+        summed = np.bincount(
+            place, weights=effect - effect.mean(), minlength=len(self.judge.documents) + 1
+        )
+        self._moment_influence[column] += share * summed / self.judge.counts[column]
+
+    def close(self, key_index: int) -> None:
+        """All blocks of one key bucket are in: turn its sums into influences."""
+        for column in np.flatnonzero(self.count[:, key_index] > 0):
+            count = self.count[column, key_index]
+            value = self.total[column, key_index] / count
+            keys_part = (
+                self._by_document[column] - value * self._pairs_by_document[column]
+            ) / count
+            self.influence[column, key_index] = (keys_part + self._moment_influence[column])[:-1]
+        self._clear()
+
+    def settle(self) -> HeadCells:
+        """The head's cells in order of (query bucket, key bucket), and their aggregate."""
+        keys_in = np.diff(self.keys.bucket_start)
+        weight = np.outer(self.judge.counts, keys_in).astype(np.float64)
+        if self.judge.definition == "linear-diagonal":
+            weight = np.ones_like(weight)
+        weight[self.count == 0] = 0.0
+        value = np.divide(
+            self.total, self.count, np.full_like(weight, np.nan), where=self.count > 0
+        )
+        share = weight / weight.sum() if weight.sum() > 0 else weight
+        cells = tuple(
+            Cell(
+                int(self.judge.buckets[row]),
+                int(self.keys.buckets[column]),
+                float(value[row, column]),
+                int(self.count[row, column]),
+                int(self.judge.counts[row]),
+                int(keys_in[column]),
+                self._error(self.influence[row, column]) if self.count[row, column] else np.nan,
+            )
+            for row, column in np.argwhere(self.judge.open)
+        )
+        overall = float(np.nansum(value * share)) if share.any() else float("nan")
+        pooled = np.tensordot(share, self.influence, axes=2)
+        return HeadCells(
+            cells,
+            overall,
+            self._error(pooled) if share.any() else float("nan"),
+            self.distance_sum,
+            self.distance_count,
+        )
+
+    def _error(self, influence: Float[np.ndarray, " document"]) -> float:
+        """The bootstrap's standard error of a sum over documents."""
+        chosen = len(influence)
+        if chosen < 2:
+            return float("nan")
+        centred = influence - influence.mean()
+        return float(np.sqrt(centred @ centred * self.judge.num_documents / (chosen - 1)))
+
+
+def without_identical(block: PairBlock) -> PairBlock:
+    """The block's bookkeeping without pairs of equal keys (its vectors are left alone)."""
+    keep = ~block.identical
+    return PairBlock(
+        block.base,
+        block.first,
+        block.second,
+        block.example[keep],
+        block.distance[keep],
+        block.middle[keep],
+        block.identical[keep],
+    )

@@ -1,0 +1,1 @@
+"""Proof: what every head is worth, and what really changed."""

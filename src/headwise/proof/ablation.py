@@ -1,0 +1,279 @@
+"""What a head is worth: how held-out loss changes when its output is removed.
+
+Exact: the model runs once and what every attention module gave is kept; an ablation corrects that
+by the head's own share and re-runs only what comes after it, several ablations in one batch. Zero
+ablation removes the output, mean ablation replaces it by its mean over tokens. First-order: one
+backward pass estimates all heads at once (Michel et al. 2019). Functional recovery is decided by
+the exact numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from headwise.forward.gelu import fused_gelu
+from headwise.forward.losses import shifted_targets, summed_loss, token_losses
+from headwise.forward.partial_run import layer_inputs, replaced_attention, run_from
+from headwise.forward.tap import Reader, Sight, tapped
+from headwise.heads import Head
+from headwise.intervals import Interval, mean_interval, mean_intervals
+from headwise.models.architectures import device_of, geometry_of
+from headwise.models.slices import head_spans
+from headwise.progress import track
+from headwise.texts.batches import Batch, batches
+
+_TOKENS = 2048  # a batch of ablations: enough for the GEMMs, little enough for the caches
+
+
+Replacement = Literal["zero", "mean"]
+
+
+Losses = Float[np.ndarray, "document"]
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """Change of summed loss of every document for every ablated set of heads."""
+
+    sets: tuple[tuple[Head, ...], ...]
+    replacement: Replacement
+    base: Losses = field(repr=False)
+    deltas: Float[np.ndarray, "set document"] = field(repr=False)
+    tokens: Int[np.ndarray, "document"] = field(repr=False)
+
+    def intervals(self, seed: int = 0) -> list[Interval]:
+        """Mean change of loss a token, one interval a set; positive: the heads were useful."""
+        return mean_intervals(self.deltas, self.tokens, seed=seed)
+
+    def interval(self, index: int, seed: int = 0) -> Interval:
+        """The interval of one set."""
+        return mean_interval(self.deltas[index], self.tokens, seed=seed)
+
+
+def ablate_heads(
+    model: PreTrainedModel,
+    encoded: Sequence[Sequence[int]],
+    sets: Sequence[Sequence[Head]],
+    *,
+    replacement: Replacement = "zero",
+    means: Float[Tensor, "layer head value"] | None = None,
+    batch_size: int = 1,
+    stack: int | None = None,
+    quiet: bool = True,
+) -> Ablation:
+    """Exact change of loss for each set of heads; `means` is needed for mean ablation.
+
+    `stack` ablations of `batch_size` texts run as one batch; by default one text (nothing is
+    padding then) and as many ablations as fill `_TOKENS` tokens.
+    """
+    chosen = tuple(tuple(sorted(s)) for s in sets)
+    base = np.zeros(len(encoded))
+    deltas = np.zeros((len(chosen), len(encoded)))
+    tokens = np.array([len(ids) - 1 for ids in encoded])
+    value = _replacements(replacement, means)
+    for batch in track(list(batches(encoded, batch_size)), "ablating heads", quiet=quiet):
+        rows = list(batch.index)
+        with torch.inference_mode():
+            passed = _base_pass(model, batch)
+            base[rows] = passed.losses
+            for group in _groups(chosen, stack or max(1, _TOKENS // batch.ids.numel())):
+                found = _ablated_losses(model, batch, passed, [chosen[i] for i in group], value)
+                deltas[np.ix_(group, rows)] = found - passed.losses
+    return Ablation(chosen, replacement, base, deltas, tokens)
+
+
+def _groups(sets: tuple[tuple[Head, ...], ...], stack: int) -> list[list[int]]:
+    """Sets with the same lowest layer, one head there or several; at most `stack` in a batch."""
+    alike: dict[tuple[int, bool], list[int]] = {}
+    for index, heads in enumerate(sets):
+        alike.setdefault((heads[0].layer, _one_lowest(heads)), []).append(index)
+    return [
+        found[start : start + stack]
+        for _, found in sorted(alike.items())
+        for start in range(0, len(found), stack)
+    ]
+
+
+def _one_lowest(heads: tuple[Head, ...]) -> bool:
+    """Whether one head's share can be subtracted: of several heads too little might remain."""
+    return len(heads) == 1 or heads[1].layer > heads[0].layer
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """The undisturbed model on one batch: what each layer got, and what its attention gave."""
+
+    inputs: list[Tensor]
+    attended: list[Any]  # outputs of the attention modules as they return them
+    heads: list[Tensor]  # the heads' outputs before the output projection
+    losses: Losses
+
+
+def _base_pass(model: PreTrainedModel, batch: Batch) -> _Pass:
+    ids = batch.ids.to(device_of(model))
+    heads: list[Tensor] = []
+    with fused_gelu(model), tapped(model, lambda sight: heads.append(sight.out)):
+        inputs, attended, last = layer_inputs(model, ids)
+    return _Pass(inputs, attended, heads, _document_losses(model, last, ids, batch))
+
+
+def _document_losses(model: PreTrainedModel, last: Tensor, ids: Tensor, batch: Batch) -> Losses:
+    targets = shifted_targets(ids, batch.lengths)
+    losses: Losses = token_losses(model, last, targets).double().sum(1).cpu().numpy()
+    return losses
+
+
+def _ablated_losses(
+    model: PreTrainedModel,
+    batch: Batch,
+    passed: _Pass,
+    sets: list[tuple[Head, ...]],
+    value: Callable[[Head], Tensor | None],
+) -> Float[np.ndarray, "set document"]:
+    """Several ablations with one lowest layer at once, stacked along the batch."""
+    copies, texts, lowest = len(sets), len(batch.lengths), sets[0][0].layer
+    ids = batch.ids.to(device_of(model)).repeat(copies, 1)
+    stacked = Batch(ids, batch.lengths.repeat(copies), batch.index * copies)
+    start = passed.inputs[lowest].repeat(copies, 1, 1)
+    with fused_gelu(model), _without(model, passed, sets, value):
+        last = run_from(model, ids, lowest, start)
+    return _document_losses(model, last, ids, stacked).reshape(copies, texts)
+
+
+@contextmanager
+def _without(
+    model: PreTrainedModel,
+    passed: _Pass,
+    sets: list[tuple[Head, ...]],
+    value: Callable[[Head], Tensor | None],
+) -> Iterator[None]:
+    """The model without set i's heads in the i-th copy of the texts.
+
+    With one head in the lowest layer the attention there is not run again: it is the same in all
+    copies but for that head's share (not in half precision, where the difference is too rough).
+    """
+    lowest = sets[0][0].layer
+    one = _one_lowest(sets[0]) and torch.finfo(model.dtype).bits >= 32
+    texts = len(passed.inputs[lowest])
+    with ExitStack() as stack:
+        if not one or lowest + 1 < geometry_of(model).num_layers:  # else the tap would see nothing
+            stack.enter_context(tapped(model, _ablating(sets, texts, value)))
+        if one:
+            attended = _corrected(model, passed, sets, value)
+            stack.enter_context(replaced_attention(model, lowest, attended))
+        yield
+
+
+def _corrected(
+    model: PreTrainedModel,
+    passed: _Pass,
+    sets: list[tuple[Head, ...]],
+    value: Callable[[Head], Tensor | None],
+) -> Any:
+    """What the lowest layer's attention gives without each set's head there."""
+    lowest = sets[0][0].layer
+    whole = passed.attended[lowest]
+    out: Tensor = whole[0] if isinstance(whole, tuple) else whole
+    outs = passed.heads[lowest]
+    changes = [_change(model, outs[:, head.index], head, value(head)) for head, *_ in sets]
+    stacked = torch.cat([out + change for change in changes])
+    return (stacked, *whole[1:]) if isinstance(whole, tuple) else stacked
+
+
+def _change(
+    model: PreTrainedModel, out: Tensor, head: Head, replaced: Tensor | None
+) -> Float[Tensor, "text query hidden"]:
+    """What replacing one head's output changes behind the output projection."""
+    (span,) = head_spans(model, head, "o").values()
+    weight = span.of(model)
+    change = -out if replaced is None else replaced.to(out) - out
+    return change @ (weight if span.axis == 0 else weight.T)
+
+
+def _ablating(
+    sets: list[tuple[Head, ...]], texts: int, value: Callable[[Head], Tensor | None]
+) -> Reader:
+    """A reader that removes set i's heads from the i-th copy of the texts."""
+
+    def read(sight: Sight) -> Tensor | None:
+        here = [
+            (copy, head)
+            for copy, heads in enumerate(sets)
+            for head in heads
+            if head.layer == sight.layer
+        ]
+        if not here:
+            return None
+        out = sight.out.clone()
+        for copy, head in here:
+            replaced = value(head)
+            rows = slice(copy * texts, (copy + 1) * texts)
+            out[rows, head.index] = 0 if replaced is None else replaced.to(out)
+        return out
+
+    return read
+
+
+def _replacements(
+    replacement: Replacement, means: Tensor | None
+) -> Callable[[Head], Tensor | None]:
+    if replacement == "zero":
+        return lambda head: None
+    if means is None:
+        raise ValueError("mean ablation needs the heads' mean outputs: measure_means()")
+    return lambda head: means[head.layer, head.index]
+
+
+def first_order_importance(
+    model: PreTrainedModel, encoded: Sequence[Sequence[int]], *, batch_size: int = 4
+) -> Float[np.ndarray, "layer head"]:
+    """Estimated change of mean loss without a head: -E[o . dL/do], from one backward pass."""
+    geometry = geometry_of(model)
+    estimate = torch.zeros(geometry.num_layers, geometry.num_heads, dtype=torch.float64)
+    tokens = sum(len(ids) - 1 for ids in encoded)
+    flags = [(p, p.requires_grad) for p in model.parameters()]
+    for parameter, _ in flags:
+        parameter.requires_grad_(False)
+    try:
+        for batch in batches(encoded, batch_size):
+            _add_first_order(model, batch, estimate)
+    finally:
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
+    return (estimate / tokens).numpy()
+
+
+def _add_first_order(model: PreTrainedModel, batch: Batch, estimate: Tensor) -> None:
+    gates: dict[int, Tensor] = {}
+
+    def gate(sight: Sight) -> Tensor:
+        gates[sight.layer] = torch.ones(
+            1, sight.out.shape[1], 1, 1, device=sight.out.device, requires_grad=True
+        )
+        return sight.out * gates[sight.layer]
+
+    ids = batch.ids.to(device_of(model))
+    with tapped(model, gate):
+        last = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        loss = summed_loss(model, last, shifted_targets(ids, batch.lengths))
+        layers = sorted(gates)
+        found = torch.autograd.grad(loss, [gates[layer] for layer in layers])
+    for layer, gradient in zip(layers, found, strict=True):
+        estimate[layer] -= gradient.flatten().double().cpu()
+
+
+def ablation_json(ablation: Ablation, labels: Sequence[str]) -> dict[str, Any]:
+    """Named rows for `evaluation.json`."""
+    return {
+        label: {**interval.to_json(), "heads": [str(head) for head in heads]}
+        for label, interval, heads in zip(labels, ablation.intervals(), ablation.sets, strict=True)
+    }

@@ -1,0 +1,1 @@
+"""The report: one page, tables and figures from artefacts alone."""

@@ -1,0 +1,1 @@
+"""The BLOOM paper's tables and figures, beside this study's."""

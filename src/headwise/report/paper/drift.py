@@ -1,0 +1,312 @@
+"""The paper's tables of change (5 to 8): drift outside and inside the band, columns, one column.
+
+Heads below the operation cannot move; they are counted apart everywhere, because their zeros would
+dilute every rate. Maps of single steps are read on a few fixed blocks of validation text, and so is
+the map they are compared with: only training moves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from headwise.report.paper import values as paper
+from headwise.report.source import MASS, Condition, Source
+from headwise.report.tables import (
+    LOSS,
+    OURS,
+    PAPER,
+    SHARE,
+    Cell,
+    Column,
+    Estimate,
+    Table,
+    make_table,
+)
+
+DRIFT = 0.05
+
+
+CHANGE = "+.3f"
+
+
+@dataclass(frozen=True)
+class Drift:
+    """How first-token mass changed from stock in one zone; means are None of no head."""
+
+    heads: int
+    movable: int
+    drifting: int
+    mean: float | None
+    mean_movable: float | None
+    worst: str
+    worst_change: float | None
+
+
+def zone_drift(condition: Condition, name: str) -> Drift | None:
+    """Drift of a zone, all passes counted; None without a comparison or without such heads."""
+    zone, movable = condition.zone(name), condition.movable()
+    if condition.comparison is None or zone is None or movable is None or not zone.any():
+        return None
+    change = np.array(condition.comparison["delta"][MASS])
+    size, both = np.abs(change), zone & movable
+    layer, head = np.unravel_index(int(np.argmax(np.where(zone, size, -1))), size.shape)
+    moved = size[layer, head] > 0
+    return Drift(
+        int(zone.sum()),
+        int(both.sum()),
+        int((size[zone] > DRIFT).sum()),
+        float(size[zone].mean()),
+        float(size[both].mean()) if both.any() else None,
+        f"L{layer}H{head}" if moved else "none",
+        float(change[layer, head]) if moved else None,
+    )
+
+
+def _drift_rows(source: Source, zone: str) -> list[list[Cell]]:
+    rows: list[list[Cell]] = []
+    for condition in source.runs:
+        found = zone_drift(condition, zone)
+        if found is not None:
+            share = found.drifting / found.movable if found.movable else None
+            rows.append(
+                [
+                    condition.label,
+                    OURS,
+                    found.drifting,
+                    found.heads,
+                    found.movable,
+                    share,
+                    found.mean,
+                    found.mean_movable,
+                    found.worst,
+                    found.worst_change,
+                ]
+            )
+    return rows
+
+
+_DRIFT_COLUMNS = (
+    Column("condition"),
+    Column("source"),
+    Column("heads with |change| > 0.05"),
+    Column("heads"),
+    Column("movable"),
+    Column("of movable", SHARE),
+    Column("mean |change|", ".4f"),
+    Column("mean |change|, movable", ".4f"),
+    Column("worst head"),
+    Column("its change", CHANGE),
+)
+
+
+def outside_drift(source: Source) -> Table:
+    """Table 5: heads outside the zone."""
+    rows = _drift_rows(source, "outside")
+    heads, movable = paper.OUTSIDE_HEADS, paper.OUTSIDE_MOVABLE
+    for name, (drifting, mean, worst, change) in paper.OUTSIDE.items():
+        rows.append(
+            [
+                f"BLOOM-1b7 {name}",
+                PAPER,
+                drifting,
+                heads,
+                movable,
+                drifting / movable,
+                mean,
+                mean * heads / movable,
+                worst,
+                change,
+            ]
+        )
+    return make_table(
+        5,
+        "drift_outside",
+        "Change of first-token mass outside the zone",
+        _DRIFT_COLUMNS,
+        rows,
+        notes=paper.NOTES[5],
+        missing="No comparison with stock here: only the published rows.",
+    )
+
+
+def watched_drift(source: Source) -> Table:
+    """Table 6: frozen heads of the band."""
+    rows = _drift_rows(source, "watched")
+    heads, movable = paper.FROZEN_HEADS, paper.FROZEN_MOVABLE
+    for name, (drifting, mean) in paper.FROZEN.items():
+        rows.append(
+            [
+                f"BLOOM-1b7 {name}",
+                PAPER,
+                drifting,
+                heads,
+                movable,
+                drifting / movable,
+                mean,
+                mean * heads / movable,
+                None,
+                None,
+            ]
+        )
+    return make_table(
+        6,
+        "drift_watched",
+        "Change of watched heads (in the band, not operated on)",
+        _DRIFT_COLUMNS,
+        rows,
+        notes=paper.NOTES[6],
+        missing="No plan of this study watches a head: the whole zone was operated on.",
+    )
+
+
+def columns_over_steps(source: Source) -> Table:
+    """Table 7: mean |change| of the watched heads of each index over checkpoints."""
+    columns = (
+        Column("condition"),
+        Column("source"),
+        Column("column"),
+        Column("watched heads"),
+        Column("first"),
+        Column("mean |change| first", ".3f"),
+        Column("last"),
+        Column("mean |change| last", ".3f"),
+        Column("trend"),
+    )
+    rows: list[list[Cell]] = []
+    for condition in source.runs:
+        found: dict[str, Any] = (condition.comparison or {}).get("columns", {})
+        for name, entry in sorted(found.items(), key=lambda item: int(item[0][1:])):
+            steps, means = entry["steps"], entry["mean_abs_delta"]
+            rows.append(
+                [
+                    condition.label,
+                    OURS,
+                    name,
+                    entry["heads"],
+                    f"step {steps[0]}",
+                    means[0],
+                    f"step {steps[-1]}",
+                    means[-1],
+                    entry["trend"],
+                ]
+            )
+    for name, (heads, means, trend) in paper.COLUMNS.items():
+        rows.append(
+            ["BLOOM-1b7 C4", PAPER, name, heads, "epoch 3", means[0], "epoch 15", means[-1], trend]
+        )
+    note = (
+        "Step maps are read on the same few blocks of validation text as the map before the "
+        "operation, so a head that cannot move shows exactly 0."
+    )
+    return make_table(
+        7,
+        "columns",
+        "Columns of watched heads over checkpoints",
+        columns,
+        rows,
+        notes=(note, *paper.NOTES[7]),
+        missing="No watched head in this study, so no column to follow.",
+    )
+
+
+def column_runs(source: Source) -> list[tuple[Condition, list[int]]]:
+    """Surgery runs that also operate on heads that were not sick, and in which columns."""
+    stock = None if source.stock is None else source.stock.sick
+    found = []
+    for condition in source.runs:
+        operated = condition.zone("operated")
+        if stock is None or operated is None or condition.mode != "surgery":
+            continue
+        columns = [int(i) for i in np.flatnonzero((operated & ~stock).any(0))]
+        if columns and condition.number == 1:
+            found.append((condition, columns))
+    return found
+
+
+def column_heads(source: Source) -> Table:
+    """Table 8: the column experiment, head by head."""
+    columns = (
+        Column("condition"),
+        Column("source"),
+        Column("head"),
+        Column("stock mass", ".3f"),
+        Column("stock class"),
+        Column("mass after", ".3f"),
+        Column("class after"),
+        Column("change", "+.0%"),
+        Column("ablation cost, stock", LOSS),
+        Column("ablation cost, after", LOSS),
+    )
+    rows: list[list[Cell]] = []
+    for condition, indices in column_runs(source):
+        rows += _column_rows(source, condition, indices)
+    for layer, (before, after) in paper.COLUMN_H5.items():
+        rows.append(
+            [
+                "BLOOM-1b7 band + H5",
+                PAPER,
+                f"L{layer}H5",
+                before,
+                "sink" if before > 0.5 else "healthy",
+                after,
+                "healthy",
+                after / before - 1,
+                None,
+                None,
+            ]
+        )
+    return make_table(
+        8,
+        "column_heads",
+        "The column experiment: operating on healthy heads too",
+        columns,
+        rows,
+        notes=paper.NOTES[8],
+        missing="No surgery arm of this study operates on a head that was healthy in stock.",
+    )
+
+
+def _column_rows(source: Source, condition: Condition, indices: Sequence[int]) -> list[list[Cell]]:
+    operated, stock = condition.zone("operated"), source.stock
+    if operated is None or stock is None or stock.diagnosis is None or condition.diagnosis is None:
+        return []
+    before, after = stock.maps[MASS], condition.maps[MASS]
+    rows: list[list[Cell]] = []
+    for index in indices:
+        for layer in np.flatnonzero(operated[:, index]):
+            head = f"L{layer}H{index}"
+            old, new = float(before[layer, index]), float(after[layer, index])
+            rows.append(
+                [
+                    condition.label,
+                    OURS,
+                    head,
+                    old,
+                    stock.diagnosis["classes"][layer][index],
+                    new,
+                    condition.diagnosis["classes"][layer][index],
+                    new / old - 1 if old else None,
+                    Estimate.of(stock.ablation(head)),
+                    Estimate.of(condition.ablation(head)),
+                ]
+            )
+    return rows
+
+
+def cascade(source: Source, condition: Condition) -> list[tuple[int, int, int]]:
+    """(step, all movable heads, movable heads not operated on) with |change| > 0.05."""
+    movable, operated = condition.movable(), condition.zone("operated")
+    if source.stock is None or source.stock.diagnosis is None or movable is None:
+        return []
+    if operated is None or source.stock.maps[MASS].shape != movable.shape:
+        return []
+    start = source.stock.maps[MASS] if condition.before is None else condition.before
+    counts = []
+    for step, mass in condition.steps:
+        drifting = (np.abs(mass - start) > DRIFT) & movable
+        counts.append((step, int(drifting.sum()), int((drifting & ~operated).sum())))
+    return counts

@@ -1,0 +1,162 @@
+"""The paper's tables of losses (3 and 9), and the losses that other tables quote."""
+
+from __future__ import annotations
+
+import math
+
+from headwise.report.paper import values as paper
+from headwise.report.source import Condition, Source
+from headwise.report.tables import LOSS, OURS, PAPER, PPL, Cell, Column, Estimate, Table, make_table
+
+
+def best_validation(condition: Condition) -> float | None:
+    """The best validation perplexity of a run."""
+    losses = [loss for _, loss in condition.validations]
+    return math.exp(min(losses)) if losses else None
+
+
+def held_out(source: Source, condition: Condition) -> Estimate | None:
+    """Perplexity on the judged text set."""
+    name = source.judged_set
+    found = condition.text_sets.get(name) if name else None
+    return None if found is None else Estimate.of(found["perplexity"])
+
+
+def disjoint_perplexity(source: Source) -> Table:
+    """Table 3: perplexity on every held-out set, and the paired change from stock."""
+    columns = (
+        Column("condition"),
+        Column("source"),
+        Column("text set"),
+        Column("documents"),
+        Column("predicted tokens", ","),
+        Column("perplexity", PPL),
+        Column("loss - stock (nats)", LOSS),
+        Column("reading"),
+    )
+    rows: list[list[Cell]] = []
+    for condition in source.conditions:
+        for name, entry in condition.text_sets.items():
+            paired = (condition.comparison or {}).get("losses", {}).get(name)
+            rows.append(
+                [
+                    condition.label,
+                    OURS,
+                    name,
+                    entry["documents"],
+                    entry["predicted_tokens"],
+                    Estimate.of(entry["perplexity"]),
+                    Estimate.of(None if paired is None else paired["difference"]),
+                    None if paired is None else paired["verdict"],
+                ]
+            )
+    for name, (c4, prompts) in paper.HELD_OUT.items():
+        rows.append([f"BLOOM-1b7 {name}", PAPER, "C4 validation", 50, 4024, c4, None, None])
+        rows.append([f"BLOOM-1b7 {name}", PAPER, "12 prompts", 12, None, prompts, None, None])
+    return make_table(
+        3,
+        "held_out_perplexity",
+        "Perplexity on disjoint held-out texts",
+        columns,
+        rows,
+        notes=paper.NOTES[3],
+        missing="No evaluation here: no loss on held-out text.",
+    )
+
+
+def against_stock(source: Source, arm: str, text_set: str | None = None) -> Estimate | None:
+    """Paired change of held-out loss: over all seeds if summarised, else of the first run."""
+    name = text_set or source.judged_set
+    if name is None:
+        return None
+    if source.summary is not None and arm in source.summary["against_stock"]:
+        return Estimate.of(source.summary["against_stock"][arm].get(name))
+    comparison = source.of_arm(arm)[0].comparison
+    found = None if comparison is None else comparison["losses"].get(name)
+    return None if found is None else Estimate.of(found["difference"])
+
+
+def stock_validation(source: Source, condition: Condition) -> float | None:
+    """Stock's loss on a run's validation text: step 0 of an arm that does not operate."""
+    if condition.run is None:
+        return None
+    for other in source.runs:
+        same = other.run is not None and other.run["corpus"] == condition.run["corpus"]
+        if same and other.number == 1 and other.mode in ("gradient-only", "lora"):
+            return next((loss for step, loss in other.validations if step == 0), None)
+    return None
+
+
+def perplexities(source: Source) -> Table:
+    """Table 9: validation perplexity right after the operation, at its best and at the end."""
+    columns = (
+        Column("condition"),
+        Column("source"),
+        Column("stock", PPL),
+        Column("post-operation", PPL),
+        Column("best", PPL),
+        Column("best at step"),
+        Column("last", PPL),
+        Column("last step"),
+        Column("held-out ppl", PPL),
+    )
+    rows: list[list[Cell]] = []
+    for condition in source.runs:
+        checks = condition.validations
+        if not checks:
+            continue
+        best_step, best = min(checks, key=lambda check: check[1])
+        before = stock_validation(source, condition) if condition.number == 1 else None
+        rows.append(
+            [
+                condition.label,
+                OURS,
+                None if before is None else math.exp(before),
+                math.exp(checks[0][1]) if checks[0][0] == 0 else None,
+                math.exp(best),
+                best_step,
+                math.exp(checks[-1][1]),
+                checks[-1][0],
+                held_out(source, condition),
+            ]
+        )
+    printed = paper.PERPLEXITIES
+    rows.append(
+        [
+            "BLOOM-1b7 band only",
+            PAPER,
+            printed["stock"],
+            None,
+            printed["band only, epoch 3"],
+            None,
+            None,
+            None,
+            27.52,
+        ]
+    )
+    rows.append(
+        [
+            "BLOOM-1b7 band + H5",
+            PAPER,
+            printed["stock"],
+            printed["post-operation, 126 heads"],
+            printed["band + H5, step 42 of 140"],
+            42,
+            printed["band + H5, epoch 1"],
+            140,
+            None,
+        ]
+    )
+    note = (
+        "Post-operation is the validation at step 0, after the heads were changed and before any "
+        "training. Stock is step 0 of an arm on the same corpus that changes nothing first."
+    )
+    return make_table(
+        9,
+        "perplexity",
+        "Perplexity by condition, post-operation included",
+        columns,
+        rows,
+        notes=(note, *paper.NOTES[9]),
+        missing="No run with a trace here: only the published rows.",
+    )

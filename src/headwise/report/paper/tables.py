@@ -1,0 +1,329 @@
+"""The paper's tables of counts and losses (1, 2, 4, 10) from this study's artefacts.
+
+Each table has rows of this study and rows of the paper under the same headings, so that a reader
+compares without leafing, and the known errors of the printed numbers as notes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from headwise.diagnosis.values import BAND_SHARE
+from headwise.heads import format_indices
+from headwise.report.paper import values as paper
+from headwise.report.paper.losses import against_stock, best_validation, held_out
+from headwise.report.source import MASS, Body, Condition, Source
+from headwise.report.tables import (
+    LOSS,
+    OURS,
+    PAPER,
+    PPL,
+    SHARE,
+    Cell,
+    Column,
+    Estimate,
+    Table,
+    make_table,
+)
+
+
+def cross_scale(source: Source) -> Table:
+    """Table 1: bands and sick shares over model sizes."""
+    columns = (
+        Column("model"),
+        Column("source"),
+        Column("weights", ","),
+        Column("layers"),
+        Column("heads a layer"),
+        Column("sick heads"),
+        Column("sick", SHARE),
+        Column("band"),
+        Column("layers sick in band, lowest", ".0%"),
+        Column("highest", ".0%"),
+        Column("slope ~ sick (Spearman)", ".2f"),
+        Column("paper: band"),
+        Column("paper: sick", ".0%"),
+        Column("paper: 'layers affected'"),
+    )
+    rows: list[list[Cell]] = []
+    for name, mass in paper.stock_masses().items():
+        printed = paper.CROSS_SCALE[name]
+        slopes = paper.alibi_slopes(mass.shape[1])
+        rows.append(
+            [
+                f"BLOOM-{name}",
+                "published map, recounted",
+                None,
+                *_cross_scale_row(mass > 0.5, slopes),
+                printed[2],
+                printed[3] / 100,
+                printed[4],
+            ]
+        )
+    stock = source.stock
+    if stock is not None and stock.sick is not None:
+        slope = stock.maps.get("slope")
+        weights = source.model.get("num_parameters")
+        rows.append(
+            [
+                source.model_name,
+                OURS,
+                weights,
+                *_cross_scale_row(stock.sick, None if slope is None else slope[0]),
+                None,
+                None,
+                None,
+            ]
+        )
+    notes = paper.NOTES[1]
+    return make_table(1, "cross_scale", "Sick heads over model sizes", columns, rows, notes=notes)
+
+
+def _cross_scale_row(sick: np.ndarray, slopes: np.ndarray | None) -> list[Cell]:
+    share = sick.mean(0)
+    band = [int(i) for i in np.flatnonzero(share > BAND_SHARE)]
+    inside = share[band]
+    rho = None if slopes is None or share.std() == 0 else _spearman(slopes, share)
+    return [
+        int(sick.shape[0]),
+        int(sick.shape[1]),
+        int(sick.sum()),
+        float(sick.mean()),
+        format_indices(band),
+        float(inside.min()) if band else None,
+        float(inside.max()) if band else None,
+        rho,
+    ]
+
+
+def _spearman(x: np.ndarray, y: np.ndarray) -> float:
+    """Correlation of mean ranks (scipy's, without its half second of import)."""
+
+    def ranks(values: np.ndarray) -> np.ndarray:
+        _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+        ends = np.cumsum(counts)
+        return np.asarray((ends - (counts - 1) / 2)[inverse])
+
+    return float(np.corrcoef(ranks(x), ranks(y))[0, 1])
+
+
+def recovery_counts(source: Source) -> Table:
+    """Table 2: classes, perplexities and true weight counts of every condition."""
+    columns = (
+        Column("condition"),
+        Column("source"),
+        Column("healthy"),
+        Column("sink"),
+        Column("dead"),
+        Column("low entropy"),
+        Column("sick", SHARE),
+        Column("validation ppl", PPL),
+        Column("held-out ppl", PPL),
+        Column("weights in patch", ","),
+        Column("of model", ".2%"),
+    )
+    rows: list[list[Cell]] = []
+    for condition in source.conditions:
+        if condition.diagnosis is None:
+            continue
+        counts = condition.diagnosis["counts"]
+        rows.append(
+            [
+                condition.label,
+                OURS,
+                counts["healthy"],
+                counts["sink"],
+                counts["dead"],
+                counts["low_entropy"],
+                counts["sick"] / counts["total"],
+                best_validation(condition),
+                held_out(source, condition),
+                condition.weights,
+                _share(condition.weights, source.model),
+            ]
+        )
+    for name, (healthy, sink, dead, low, quick, held, weights, share) in paper.RECOVERY.items():
+        rows.append(
+            [
+                f"BLOOM-1b7 {name}",
+                PAPER,
+                healthy,
+                sink,
+                dead,
+                low,
+                (sink + dead) / 384,
+                quick,
+                held,
+                weights,
+                share,
+            ]
+        )
+    note = (
+        "Validation ppl: best over the run, on documents of the training corpus kept out of "
+        "training; the paper's rows hold its 'training PPL' there."
+    )
+    return make_table(
+        2,
+        "recovery",
+        "Heads by class, perplexity and trained weights",
+        columns,
+        rows,
+        notes=(note, *paper.NOTES[2]),
+        missing="No diagnosis here: only the published rows.",
+    )
+
+
+def _share(weights: int | None, model: Body) -> float | None:
+    total = model.get("num_parameters")
+    return None if weights is None or not total else weights / float(total)
+
+
+def arms_side_by_side(source: Source) -> Table:
+    """Table 4: one row an arm, all seeds together."""
+    columns = (
+        Column("arm"),
+        Column("source"),
+        Column("mode"),
+        Column("corpus"),
+        Column("steps"),
+        Column("seeds"),
+        Column("operated", ".4g"),
+        Column("not sick by mass", ".4g"),
+        Column("functionally recovered", ".4g"),
+        Column("validation ppl", PPL),
+        Column("held-out ppl", PPL),
+        Column("loss - stock (nats)", LOSS),
+        Column("cost of losing all operated heads", LOSS),
+    )
+    rows: list[list[Cell]] = []
+    for arm in source.arms():
+        runs = source.of_arm(arm)
+        rows.append(
+            [
+                arm,
+                OURS,
+                runs[0].mode,
+                _corpus(runs[0]),
+                _steps(runs[0]),
+                len(runs),
+                *_recovered(runs),
+                _mean([best_validation(c) for c in runs]),
+                _mean([e.value for c in runs if (e := held_out(source, c))]),
+                against_stock(source, arm),
+                Estimate.of(runs[0].ablation("joint:operated")),
+            ]
+        )
+    for name, (woken, operated, quick, held) in paper.ARMS.items():
+        rows.append(
+            [
+                f"BLOOM-1b7 {name}",
+                PAPER,
+                "surgery",
+                name.split(",")[0],
+                None,
+                1,
+                operated,
+                woken,
+                None,
+                quick,
+                held,
+                None,
+                None,
+            ]
+        )
+    note = (
+        "Means over seeds; the loss difference is paired by document with a 95% bootstrap "
+        "interval, the last column is the first seed's."
+    )
+    return make_table(
+        4,
+        "arms",
+        "Arms side by side",
+        columns,
+        rows,
+        notes=(note, *paper.NOTES[4]),
+        missing="No arm was run here: only the published rows.",
+    )
+
+
+def _corpus(condition: Condition) -> str | None:
+    if condition.run is None:
+        return None
+    return str(condition.run["corpus"]["name"])
+
+
+def _steps(condition: Condition) -> int | None:
+    taken = [int(row["step"]) + 1 for row in condition.trace if "step" in row]
+    return max(taken, default=0) if condition.run is not None else None
+
+
+def _recovered(runs: Sequence[Condition]) -> list[Cell]:
+    found = [c.evaluation["recovery"] for c in runs if c.evaluation and c.evaluation["recovery"]]
+    if not found:
+        return [None, None, None]
+    means = [_mean([r[key] for r in found]) for key in ("operated", "not_sick", "functional")]
+    return [int(v) if v == int(v) else v for v in means if v is not None]
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def slopes(source: Source) -> Table:
+    """Table 10: ALiBi slopes, what they do alone, and how sick each index is."""
+    columns = (
+        Column("head"),
+        Column("source"),
+        Column("slope", ".4f"),
+        Column("10 tokens away", ".2f"),
+        Column("100 tokens away", ".2f"),
+        Column("mass if q.k = 0", ".3f"),
+        Column("mean first-token mass", ".3f"),
+        Column("layers sick", ".0%"),
+    )
+    rows: list[list[Cell]] = []
+    stock = source.stock
+    maps = {} if stock is None else stock.maps
+    if stock is not None and stock.sick is not None and "slope" in maps:
+        alone = maps.get(f"{MASS}_positional_baseline")
+        for head, slope in enumerate(maps["slope"][0]):
+            rows.append(
+                [
+                    f"H{head}",
+                    OURS,
+                    float(slope),
+                    float(-10 * slope),
+                    float(-100 * slope),
+                    None if alone is None else float(alone[0, head]),
+                    float(maps[MASS][:, head].mean()),
+                    float(stock.sick[:, head].mean()),
+                ]
+            )
+    stated = paper.stock_masses()["1b7"]
+    for head, (slope, near, far) in paper.SLOPES.items():
+        rows.append(
+            [
+                f"H{head}",
+                PAPER,
+                slope,
+                near,
+                far,
+                None,
+                float(stated[:, head].mean()),
+                float((stated[:, head] > 0.5).mean()),
+            ]
+        )
+    note = "Paper rows: slopes as printed for 16 heads; masses from the digitised BLOOM-1b7 map."
+    positions = source.model.get("positions", "unknown")
+    return make_table(
+        10,
+        "alibi_slopes",
+        "ALiBi slopes by head index",
+        columns,
+        rows,
+        notes=(note, *paper.NOTES[10]),
+        missing=f"No ALiBi slopes in this model ({positions}).",
+    )

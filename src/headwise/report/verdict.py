@@ -1,0 +1,345 @@
+"""The verdict in words: what was found, what was done, what changed, and which controls say so.
+
+Rules, in order of weight: paired held-out loss against stock, then against the controls, then
+functional recovery; first-token mass alone never counts, because heads that were only
+reinitialised pass it too. A result that does not favour the operation is said as plainly as one
+that does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from headwise.heads import heads_where
+from headwise.report.paper.drift import zone_drift
+from headwise.report.paper.losses import against_stock, held_out
+from headwise.report.source import Condition, Source
+from headwise.report.tables import Estimate
+
+Tone = Literal["good", "bad", "plain", "caution"]
+
+
+# what each control holds fixed, and so what a difference to it is due to
+CONTROLS = {
+    "sham": "the same operation without training",
+    "gradient-only": "the same heads trained as they were, without reinitialising",
+    "random-heads": "the same operation on as many healthy heads",
+    "lora": "low-rank training of the same layers",
+    "ablate": "the same heads silenced for good",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One sentence or two, and whether it speaks for the operation."""
+
+    title: str
+    text: str
+    tone: Tone = "plain"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The headline and what it rests on."""
+
+    headline: str
+    tone: Tone
+    findings: tuple[Finding, ...]
+    basis: str = ""  # how much it rests on, in one line
+
+
+def judge(source: Source) -> Verdict:
+    """The verdict on a study, a run or a bare measurement."""
+    main = main_run(source)
+    found = [_sickness(source)]
+    if main is None:
+        return Verdict(_sick_headline(source), "plain", tuple(f for f in found if f))
+    found += [_operation(source, main), _by_mass(source, main), _by_function(source, main)]
+    found += [
+        _loss(source, main),
+        *_controls(source, main),
+        _side_effects(source, main),
+        _gaps(source),
+    ]
+    headline, tone = _headline(source, main)
+    return Verdict(headline, tone, tuple(f for f in found if f is not None), _basis(source, main))
+
+
+def _basis(source: Source, main: Condition) -> str:
+    """Steps, seeds and recovered heads: a headline must not hide how little it rests on."""
+    if main.run is None:
+        return ""
+    steps, seeds = int(main.run["recipe"]["steps"]), len(source.of_arm(main.arm))
+    text = f"After {steps} training steps, {seeds} seed{'s' * (seeds > 1)}"
+    recovery = (main.evaluation or {}).get("recovery")
+    if recovery:
+        text += f"; {recovery['functional']} of {recovery['operated']} heads functionally recovered"
+    return f"{text}. Other budgets may order the arms otherwise."
+
+
+def main_run(source: Source) -> Condition | None:
+    """The run the verdict is about: the first surgery arm, or else the first arm."""
+    finals = source.finals
+    return next((c for c in finals if c.mode == "surgery"), finals[0] if finals else None)
+
+
+def interval(estimate: Estimate, form: str = "+.4f") -> str:
+    """An estimate in a sentence."""
+    value, low, high = (format(x, form) for x in (estimate.value, estimate.low, estimate.high))
+    return f"{value} (95% interval {low} to {high})"
+
+
+def _sick_headline(source: Source) -> str:
+    stock = source.stock
+    if stock is None or stock.diagnosis is None:
+        return "Nothing was judged yet: this run has no evaluation."
+    counts = stock.diagnosis["counts"]
+    if not counts["sick"]:
+        return f"None of the {counts['total']} heads of {source.model_name} is sick."
+    share = f"{counts['sick'] / counts['total']:.0%}"
+    return f"{counts['sick']} of {counts['total']} heads of {source.model_name} ({share}) are sick."
+
+
+def _sickness(source: Source) -> Finding | None:
+    stock = source.stock
+    if stock is None or stock.diagnosis is None:
+        return None
+    counts, cuts = stock.diagnosis["counts"], stock.diagnosis["thresholds"]
+    share = counts["sick"] / counts["total"]
+    text = (
+        f"{counts['sick']} of {counts['total']} heads ({share:.1%}) give more than "
+        f"{cuts['sink']:.2f} of their attention to the first token; {counts['dead']} of them more "
+        f"than {cuts['dead']:.2f}."
+    )
+    sweep = stock.diagnosis.get("threshold_sweep")
+    if sweep and counts["sick"]:
+        at = sweep["counts"]
+        same = at["0.40"] == at["0.60"]
+        text += (
+            f" At a threshold of 0.40 it would be {at['0.40']}, at 0.60 {at['0.60']}: the number "
+            f"{'does not depend' if same else 'depends'} on where the line is drawn."
+        )
+    return Finding("Heads that are sick in stock", text)
+
+
+def _operation(source: Source, main: Condition) -> Finding | None:
+    if main.run is None:
+        return None
+    passes = [c for c in source.runs if (c.arm, c.seed) == (main.arm, main.seed) and c.run]
+    summary = (passes[0].run or main.run)["plan"]["summary"]
+    seeds = len(source.of_arm(main.arm))
+    steps = max((int(row["step"]) + 1 for row in passes[0].trace if "step" in row), default=0)
+    verb = {
+        "surgery": "reinitialised the queries, keys and values and silenced the output of",
+        "gradient-only": "trained, without reinitialising,",
+        "sham": "reinitialised and silenced, without training,",
+        "ablate": "silenced",
+        "lora": "trained low-rank changes in the layers of",
+        "random-heads": "reinitialised healthy heads, as many as",
+    }.get(main.mode, "changed")
+    share = summary.get("trainable_share")
+    text = f"{main.arm.capitalize()} {verb} {summary['heads']} heads in {summary['layers']} layers"
+    if steps:
+        text += (
+            f", then trained only their {summary['trainable_weights']:,} weights"
+            + (f" ({share:.2%} of the model)" if share else "")
+            + f" for {steps} steps on {main.run['corpus']['name']!r}"
+        )
+    if len(passes) > 1:
+        again = main.run["plan"]["summary"]["heads"]
+        text += f"; a second pass treated {_count(again, 'head')} that were still or newly sick"
+    return Finding("What was done", f"{text}; {_count(seeds, 'seed')}.")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """How many operated heads passed a test, seed by seed; seeds may treat other numbers."""
+
+    passed: tuple[int, ...]
+    operated: tuple[int, ...]
+
+    def __str__(self) -> str:
+        if len(set(self.operated)) > 1:
+            pairs = zip(self.passed, self.operated, strict=True)
+            return " and ".join(f"{passed} of {operated}" for passed, operated in pairs)
+        low, high = min(self.passed), max(self.passed)
+        return (str(low) if low == high else f"{low} to {high}") + f" of {self.operated[0]}"
+
+
+def recovered(source: Source, arm: str, key: str = "functional") -> Recovered | None:
+    """`functional` or `not_sick` heads of an arm, over its seeds."""
+    found = [c.evaluation["recovery"] for c in source.of_arm(arm) if c.evaluation]
+    known = [r for r in found if r]
+    if not known:
+        return None
+    return Recovered(tuple(int(r[key]) for r in known), tuple(int(r["operated"]) for r in known))
+
+
+def _by_mass(source: Source, main: Condition) -> Finding | None:
+    ours = recovered(source, main.arm, "not_sick")
+    if ours is None:
+        return None
+    text = f"{ours} operated heads are not sick by first-token mass."
+    sham = next((c.arm for c in source.finals if c.mode == "sham"), None)
+    untrained = recovered(source, sham, "not_sick") if sham else None
+    if untrained and sham != main.arm:
+        text += (
+            f" That says little: in the sham, where nothing was learnt, {untrained} pass too. A "
+            "random head looks healthy by this measure."
+        )
+    else:
+        text += " That alone is no recovery: a head passes the moment it is reinitialised."
+    return Finding("By first-token mass", text, "caution")
+
+
+def _by_function(source: Source, main: Condition) -> Finding | None:
+    ours = recovered(source, main.arm)
+    if ours is None:
+        return None
+    text = (
+        f"{ours} operated heads are functionally recovered: not sick, and "
+        "ablating them raises held-out loss with 95% confidence."
+    )
+    others = []
+    for arm in source.arms():
+        found = None if arm == main.arm else recovered(source, arm)
+        if found:
+            others.append(f"{arm} {found}")
+    if others:
+        text += f" Beside it: {'; '.join(others)}."
+    useful = _useful_in_stock(source, main)
+    if useful is not None:
+        text += f" In stock, {useful} of these heads cost loss when ablated."
+    tone: Tone = "good" if 2 * sum(ours.passed) > sum(ours.operated) else "bad"
+    return Finding("By function", text, tone)
+
+
+def _useful_in_stock(source: Source, main: Condition) -> int | None:
+    if source.stock is None or source.stock.evaluation is None or main.evaluation is None:
+        return None
+    heads = (main.evaluation["recovery"] or {}).get("heads", {})
+    costs = [source.stock.ablation(head) for head in heads]
+    return sum(float(cost["low"]) > 0 for cost in costs if cost is not None)
+
+
+def _loss(source: Source, main: Condition) -> Finding | None:
+    change = against_stock(source, main.arm)
+    if change is None:
+        return None
+    before = None if source.stock is None else held_out(source, source.stock)
+    after = held_out(source, main)
+    text = f"Held-out loss changed by {interval(change)} nats a token against stock"
+    if before and after:
+        text += f"; perplexity {before.value:.4g} to {after.value:.4g} (seed {main.seed})"
+    tone: Tone = "good" if change.high < 0 else "bad" if change.low > 0 else "plain"
+    others = [
+        f"on {name} {interval(other)}"
+        for name in main.text_sets
+        if name != source.judged_set and (other := against_stock(source, main.arm, name))
+    ]
+    tail = f" Elsewhere: {'; '.join(others)}." if others else ""
+    return Finding("Against stock", f"{text}: {_reading(change)}.{tail}", tone)
+
+
+def _reading(change: Estimate) -> str:
+    if change.high < 0:
+        return "better, with 95% confidence"
+    return "worse, with 95% confidence" if change.low > 0 else "no difference shown"
+
+
+def between(source: Source, left: str, right: str) -> Estimate | None:
+    """Paired loss of one arm minus another on the judged text set."""
+    if source.summary is None or source.judged_set is None:
+        return None
+    pair = source.summary["between_arms"].get(f"{left} - {right}", {})
+    return Estimate.of(pair.get(source.judged_set))
+
+
+def _control_gaps(source: Source, main: Condition) -> list[tuple[str, str, Estimate]]:
+    """(arm, mode, loss of the main arm minus the control)."""
+    found: list[tuple[str, str, Estimate]] = []
+    for control in source.finals:
+        if control.mode in CONTROLS and control.arm not in {arm for arm, *_ in found}:
+            gap = between(source, main.arm, control.arm)
+            if gap is not None and control.arm != main.arm:
+                found.append((control.arm, control.mode, gap))
+    return found
+
+
+def _controls(source: Source, main: Condition) -> list[Finding]:
+    rows = []
+    for arm, mode, gap in _control_gaps(source, main):
+        if gap.high < 0:
+            tone: Tone = "good"
+            reading = f"{main.arm} did better, with 95% confidence"
+        elif gap.low > 0:
+            tone, reading = "bad", f"{arm} did better, with 95% confidence"
+        else:
+            tone, reading = "plain", "no difference shown"
+        text = f"{CONTROLS[mode].capitalize()}. Loss of {main.arm} minus {arm}: {interval(gap)}: "
+        rows.append(Finding(f"Against {arm}", text + reading + ".", tone))
+    return rows
+
+
+def _side_effects(source: Source, main: Condition) -> Finding | None:
+    drift, operated = zone_drift(main, "outside"), main.zone("operated")
+    was, now = (None if c is None else c.sick for c in (source.stock, main))
+    if drift is None or operated is None or was is None or now is None:
+        return None
+    harmed = [str(head) for head in heads_where(~was & now & ~operated)]
+    healed = heads_where(was & ~now & ~operated)
+    text = (
+        f"{_count(len(harmed), 'head')} that nobody touched fell ill"
+        + (f" ({', '.join(harmed[:6])}{', ...' if len(harmed) > 6 else ''})" if harmed else "")
+        + f", {len(healed)} healed untreated. Outside the zone {drift.drifting} of "
+        f"{drift.movable} heads that can move changed by more than 0.05."
+    )
+    return Finding("Side effects", text, "bad" if len(harmed) > len(healed) else "plain")
+
+
+def _gaps(source: Source) -> Finding | None:
+    if not source.missing:
+        return None
+    return Finding(
+        "Not finished",
+        f"No result yet for {', '.join(source.missing)}; everything here is without them.",
+        "caution",
+    )
+
+
+def _headline(source: Source, main: Condition) -> tuple[str, Tone]:
+    change = against_stock(source, main.arm)
+    if change is None:
+        return _sick_headline(source), "plain"
+    name = "The operation" if main.mode == "surgery" else main.arm.capitalize()
+    if change.low > 0:
+        return f"{name} made the model worse on held-out text.", "bad"
+    if change.high >= 0:
+        return f"{name} made no difference that this held-out text can show.", "plain"
+    gaps = _control_gaps(source, main)
+    better = [arm for arm, _, gap in gaps if gap.low > 0]
+    equal = [arm for arm, _, gap in gaps if gap.low <= 0 <= gap.high]
+    if better:
+        return (
+            f"{name} made the model better, but {_listed(better)} made it better still.",
+            "caution",
+        )
+    if equal:
+        return (
+            f"The model got better, but so it did without the operation: no difference to "
+            f"{_listed(equal)} is shown.",
+            "caution",
+        )
+    if not gaps:
+        return f"{name} made the model better; no control says why.", "caution"
+    return f"{name} made the model better, and better than {_listed([g[0] for g in gaps])}.", "good"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]

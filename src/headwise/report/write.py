@@ -1,0 +1,83 @@
+"""The report: `report.html`, ten tables and seven figures from artefacts alone, never a model.
+
+    OUT/report.html           one self-contained page
+    OUT/tables/*.md, *.csv    the paper's ten tables, this study beside the printed values
+    OUT/figures/*.png, *.svg, *.pdf
+
+The same artefacts give the same bytes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from headwise.artefacts import write_text
+from headwise.report.page import figure_entry, render_page
+from headwise.report.paper import drift as drifttables, losses, tables as papertables
+from headwise.report.paper.values import FIGURE_NOTES
+from headwise.report.source import Source, read_source
+from headwise.report.tables import Table, save_tables
+from headwise.report.verdict import judge
+
+__all__ = ["paper_tables", "published_figures", "write_report"]
+
+
+def write_report(source: Path, out: Path) -> Path:
+    """Report on a study, a run, or a folder with a diagnosis; returns the page's path."""
+    found = read_source(Path(source))
+    tables = paper_tables(found)
+    save_tables(tables, out / "tables")
+    figures = _write_figures(found, out / "figures")
+    return write_text(out / "report.html", render_page(found, judge(found), tables, figures))
+
+
+def paper_tables(source: Source) -> list[Table]:
+    """Tables 1 to 10, in order."""
+    return [
+        papertables.cross_scale(source),
+        papertables.recovery_counts(source),
+        losses.disjoint_perplexity(source),
+        papertables.arms_side_by_side(source),
+        drifttables.outside_drift(source),
+        drifttables.watched_drift(source),
+        drifttables.columns_over_steps(source),
+        drifttables.column_heads(source),
+        losses.perplexities(source),
+        papertables.slopes(source),
+    ]
+
+
+def published_figures(out: Path) -> list[Path]:
+    """The published figures again, from the digitised data alone."""
+    from headwise.report.paper.figures import published_figures as draw
+
+    return draw(out)
+
+
+def _write_figures(source: Source, folder: Path) -> list[dict[str, Any]]:
+    """Draw and save every figure; one that has no data is an entry with words instead."""
+    # matplotlib is slow to load: not before it is needed
+    from headwise.report.figures import MORE_FIGURES
+    from headwise.report.paper.figures import PAPER_FIGURES
+
+    entries = []
+    for number, (slug, title, draw) in PAPER_FIGURES.items():
+        key = f"figure{number}_{slug}"
+        path = _save(key, draw(source), folder)
+        notes = FIGURE_NOTES[number]
+        entries.append(figure_entry(key, f"Figure {number}", title, path, notes=notes, missing=""))
+    for slug, (title, draw) in MORE_FIGURES.items():
+        path = _save(slug, draw(source), folder)
+        missing = "" if path else f"{title}: this folder has no data for it."
+        entries.append(figure_entry(slug, "More", title, path, notes=(), missing=missing))
+    return entries
+
+
+def _save(key: str, figure: Any, folder: Path) -> Path | None:
+    if figure is None:
+        return None
+    from headwise.report.figures import save_all
+
+    save_all({key: figure}, folder)
+    return folder / f"{key}.png"

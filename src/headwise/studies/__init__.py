@@ -1,0 +1,1 @@
+"""Studies: arms x seeds with paired statistics."""

@@ -1,0 +1,284 @@
+"""Run a study: shared work once, each arm once, every artefact written when it is complete.
+
+    OUT/study.json            the study, as it was asked for
+    OUT/stock/                diagnosis.json, evaluation.json
+    OUT/runs/ARM-sSEED/       plan.yaml, run.json, trace.jsonl, maps.jsonl, patch.safetensors,
+                              evaluation.json, comparison.json  (a second pass lies in pass2/)
+    OUT/completions.json      stock and each arm of the first seed, side by side
+    OUT/summary.json          paired statistics over arms and seeds
+
+A finished artefact is never made again, so a killed study goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headwise.artefacts import load_artefact, save_artefact, versions
+from headwise.diagnosis.diagnose import diagnose
+from headwise.diagnosis.values import Diagnosis
+from headwise.errors import ArtefactError, SelectionError
+from headwise.heads import Head
+from headwise.models.loading import LoadedModel, load_model
+from headwise.models.patch import Patch
+from headwise.proof.comparison import Snapshot, compare
+from headwise.proof.completions import (
+    Sampling,
+    bundled_prompts,
+    complete,
+    completions_body,
+    prompts_hash,
+)
+from headwise.proof.evaluate import evaluate, operated_heads
+from headwise.proof.evaluation import Evaluation
+from headwise.proof.trajectories import Map, run_maps
+from headwise.studies.study import PlanChoice, Study, StudyArm
+from headwise.studies.summary import summarise_study
+from headwise.surgery.plan import SurgeryPlan, make_plan
+from headwise.surgery.recipe import Recipe
+from headwise.surgery.repair import repair
+from headwise.texts.corpus import Corpus, build_corpus
+from headwise.texts.text_sets import TextSet
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all arms share: the loaded model, the held-out texts and the stock condition."""
+
+    study: Study
+    out: Path
+    loaded: LoadedModel = field(repr=False)
+    base: dict[str, Any] = field(repr=False)
+    heldout: list[TextSet] = field(repr=False)
+    quiet: bool
+    say: Say
+    corpora: dict[tuple[str, int], Corpus] = field(default_factory=dict, repr=False)
+
+    def corpus(self, name: str, recipe: Recipe) -> Corpus:
+        """A corpus cut for a recipe, tokenised once a study; held-out texts are left out."""
+        key = (name, recipe.block)
+        if key not in self.corpora:
+            heldout = [text for texts in self.heldout for text in texts.texts]
+            self.corpora[key] = build_corpus(
+                self.study.corpus_texts(name),
+                self.loaded.tokenizer,
+                block=recipe.block,
+                batch_tokens=recipe.batch_tokens,
+                excluded=heldout,
+            )
+        return self.corpora[key]
+
+    @property
+    def window(self) -> int:
+        """Tokens a held-out text is cut at, at most what the model was made for."""
+        config = self.loaded.model.config.get_text_config()
+        limit = getattr(config, "max_position_embeddings", None) or self.study.window
+        return min(self.study.window, int(limit))
+
+
+def run_study(study: Study, *, out: Path, quiet: bool = True, say: Say = lambda line: None) -> Path:
+    """Run, or go on with, a study; returns its folder."""
+    _require_same(study, out)
+    loaded = load_model(study.model, dtype=study.dtype, device_map=study.device_map)
+    bench = Bench(study, out, loaded, loaded.describe(), study.heldout_texts(), quiet, say)
+    stock = _stock_diagnosis(bench)
+    plans = {arm.name: _plan(stock, arm.plan or study.plan) for arm in study.arms}
+    before = _stock_evaluation(bench, stock, plans)
+    for arm, seed in study.runs():
+        _run_arm(bench, arm, seed, plans[arm.name], before)
+    _complete(bench)
+    summary = summarise_study(out, study)
+    save_artefact(out / "summary.json", "study-summary", summary)
+    return out
+
+
+def _require_same(study: Study, out: Path) -> None:
+    """Notice a changed study: what is on disk must be what was asked for."""
+    body = {"study": study.model_dump(mode="json"), "provenance": {"versions": versions()}}
+    path = out / "study.json"
+    if path.exists():
+        before = load_artefact(path, "study")["study"]
+        changed = [key for key in body["study"] if before.get(key) != body["study"][key]]
+        if changed:
+            raise ArtefactError(
+                f"the study in this folder was started with other settings: {', '.join(changed)}",
+                where=out,
+                fix="use the same study file, or choose another --out",
+            )
+        return
+    save_artefact(path, "study", body)
+
+
+def _stock_diagnosis(bench: Bench) -> Diagnosis:
+    path = bench.out / "stock" / "diagnosis.json"
+    if path.exists():
+        return Diagnosis.load(path)
+    bench.say("diagnosing the stock model")
+    judged = TextSet(bench.heldout[0].name, bench.heldout[0].texts[: bench.study.max_texts])
+    diagnosis = diagnose(
+        bench.loaded.model,
+        bench.loaded.tokenizer,
+        judged,
+        name=bench.loaded.id,
+        max_length=bench.window,
+        batch_size=bench.study.batch_size,
+        quiet=bench.quiet,
+    )
+    diagnosis.save(path)
+    return diagnosis
+
+
+def _plan(diagnosis: Diagnosis, choice: PlanChoice) -> SurgeryPlan:
+    return make_plan(diagnosis, **choice.model_dump())
+
+
+def _stock_evaluation(bench: Bench, stock: Diagnosis, plans: dict[str, SurgeryPlan]) -> Evaluation:
+    path = bench.out / "stock" / "evaluation.json"
+    if path.exists():
+        return Evaluation.load(path)
+    bench.say("evaluating the stock model")
+    joint = {name: plan.target_heads for name, plan in plans.items()}
+    found = _evaluate(bench, [], joint, _ablated(bench, [h for p in joint.values() for h in p]))
+    found.save(path)
+    return found
+
+
+def _ablated(bench: Bench, operated: list[Head]) -> list[Head] | None:
+    return None if bench.study.ablate == "all" else sorted(set(operated))
+
+
+def _evaluate(
+    bench: Bench,
+    patches: list[dict[str, Any]],
+    joint: dict[str, list[Head]],
+    ablated: list[Head] | None,
+) -> Evaluation:
+    return evaluate(
+        bench.loaded.model,
+        bench.loaded.tokenizer,
+        bench.heldout,
+        name=bench.loaded.id,
+        patches=patches,
+        base=bench.base,
+        ablated=ablated,
+        joint=joint,
+        window=bench.window,
+        max_texts=bench.study.max_texts,
+        batch_size=bench.study.batch_size,
+        quiet=bench.quiet,
+    )
+
+
+def run_folder(out: Path, arm: str, seed: int, number: int = 1) -> Path:
+    """Where one pass of one arm is kept."""
+    folder = out / "runs" / f"{arm}-s{seed}"
+    return folder if number == 1 else folder / f"pass{number}"
+
+
+def _run_arm(bench: Bench, arm: StudyArm, seed: int, plan: SurgeryPlan, before: Evaluation) -> None:
+    """All passes of one arm: repair, evaluate with the patches so far, compare with stock."""
+    patches: list[Patch] = []
+    try:
+        for number in range(1, arm.passes + 1):
+            folder = run_folder(bench.out, arm.name, seed, number)
+            if number > 1:
+                found = Evaluation.load(run_folder(bench.out, arm.name, seed) / "evaluation.json")
+                try:
+                    plan = _second_plan(bench, arm, found)
+                except SelectionError:
+                    bench.say(f"{arm.name} s{seed}: nothing left to operate on in pass {number}")
+                    return
+            patches.append(_one_pass(bench, arm, seed, plan, folder))
+            patches[-1].apply(bench.loaded.model)
+            first = run_folder(bench.out, arm.name, seed)
+            _judge(bench, patches, folder, before, run_maps(folder, first), arm.mode == "lora")
+    finally:
+        for patch in reversed(patches):
+            patch.undo(bench.loaded.model, force=True)
+
+
+def _second_plan(bench: Bench, arm: StudyArm, found: Evaluation) -> SurgeryPlan:
+    choice = (arm.plan or bench.study.plan).model_copy(update={"preset": "pass2", "heads": None})
+    diagnosis = found.diagnosis
+    # the plan is for the model as it is now: base plus the patches of the first pass
+    return _plan(diagnosis, choice)
+
+
+def _one_pass(bench: Bench, arm: StudyArm, seed: int, plan: SurgeryPlan, folder: Path) -> Patch:
+    plan = plan.model_copy(update={"seed": plan.seed + seed})
+    if not (folder / "plan.yaml").exists():
+        plan.save(folder / "plan.yaml")
+    bench.say(f"{arm.name} s{seed}: {arm.mode} on {len(plan.target_heads)} heads")
+    recipe = bench.study.recipe_of(arm)
+    run = repair(
+        bench.loaded.model,
+        bench.loaded.tokenizer,
+        plan,
+        bench.corpus(arm.corpus, recipe),
+        recipe,
+        out=folder,
+        mode=arm.mode,
+        seed=seed,
+        resume=(folder / "run.json").exists(),
+        quiet=bench.quiet,
+    )
+    return run.patch
+
+
+def _judge(
+    bench: Bench,
+    patches: list[Patch],
+    folder: Path,
+    before: Evaluation,
+    checkpoints: list[tuple[int, Map]],
+    whole_layers: bool,
+) -> None:
+    """Evaluate with all patches so far, and compare with stock by what they really touched."""
+    path = folder / "evaluation.json"
+    if not path.exists():
+        info = [{**p.info, "num_weights": p.num_weights} for p in patches]
+        targets = operated_heads(info)
+        _evaluate(bench, info, {"operated": targets}, _ablated(bench, targets)).save(path)
+    after = Evaluation.load(path)
+    if not (folder / "comparison.json").exists():
+        compare(
+            Snapshot(before.diagnosis, before),
+            Snapshot(after.diagnosis, after),
+            checkpoints=checkpoints,
+            whole_layers=whole_layers,
+        ).save(folder / "comparison.json")
+
+
+def _complete(bench: Bench) -> None:
+    """The same prompts through stock and every arm of the first seed."""
+    path = bench.out / "completions.json"
+    if bench.study.completions == 0 or path.exists():
+        return
+    bench.say("completing prompts")
+    step = max(1, 50 // bench.study.completions)
+    prompts = bundled_prompts()[::step][: bench.study.completions]
+    sampling = Sampling()
+    model, tokenizer = bench.loaded.model, bench.loaded.tokenizer
+    conditions = {"stock": complete(model, tokenizer, prompts, sampling)}
+    for arm in bench.study.arms:
+        seed = (arm.seeds or bench.study.seeds)[0]
+        patches = arm_patches(bench.out, arm, seed)
+        for patch in patches:
+            patch.apply(model)
+        conditions[arm.name] = complete(model, tokenizer, prompts, sampling)
+        for patch in reversed(patches):
+            patch.undo(model)
+    provenance = {"prompts_sha256": prompts_hash(prompts), "versions": versions()}
+    save_artefact(path, "completions", completions_body(conditions, sampling, provenance))
+
+
+def arm_patches(out: Path, arm: StudyArm, seed: int) -> list[Patch]:
+    """The patches of an arm, pass by pass."""
+    folders = [run_folder(out, arm.name, seed, n) for n in range(1, arm.passes + 1)]
+    paths = [folder / "patch.safetensors" for folder in folders]
+    return [Patch.load(path) for path in paths if path.exists()]

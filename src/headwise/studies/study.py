@@ -1,0 +1,128 @@
+"""Study files: arms x seeds on one model, as YAML that is checked before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from headwise.bundled import DATA
+from headwise.errors import SettingsError
+from headwise.models.patient import patient_texts
+from headwise.settings import read_yaml, validated
+from headwise.surgery.modes import TRAINED, Mode
+from headwise.surgery.plan import Init, KvPolicy, Preset
+from headwise.surgery.recipe import Recipe, default_recipe, recipe_named
+from headwise.texts.text_sets import TextSet, default_corpus, default_texts, read_texts
+
+STUDIES = DATA / "studies"
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class PlanChoice(_Strict):
+    """How the heads of an arm are chosen from the diagnosis."""
+
+    heads: str | None = None
+    preset: Preset | None = None
+    column: int | None = None
+    init: Init = "xavier_normal"
+    compensate: Literal["none", "mean"] = "none"
+    kv_policy: KvPolicy = "whole-group"
+
+
+class StudyArm(_Strict):
+    """One condition; what is not given comes from the study."""
+
+    name: str = Field(pattern=r"^[\w.-]+$")
+    mode: Mode = "surgery"
+    corpus: str = "train"
+    plan: PlanChoice | None = None
+    passes: int = Field(default=1, ge=1, le=2)  # 2: a second pass on what is still, or newly, sick
+    recipe: dict[str, Any] = {}  # changes to the study's recipe
+    seeds: list[int] | None = None
+
+
+class Study(_Strict):
+    """A whole study: validated, resumable, and reported from its artefacts alone."""
+
+    name: str
+    description: str = ""
+    model: str = "patient"
+    dtype: str | None = None
+    device_map: str | None = None
+    texts: list[str] = []  # held-out texts; empty: the model's default
+    corpora: dict[str, list[str]] = {}  # name -> sources; `train` has a default for the patient
+    plan: PlanChoice = PlanChoice(preset="pass1")
+    recipe: str | None = None
+    changes: dict[str, Any] = {}  # changes to that recipe
+    arms: list[StudyArm] = Field(min_length=1)
+    seeds: list[int] = [0]
+    window: int = 512
+    max_texts: int = 64  # held-out texts on which heads are judged
+    batch_size: int = 8
+    ablate: Literal["all", "operated"] = "all"
+    completions: int = 10  # prompts completed by each arm of the first seed; 0: none
+
+    def recipe_of(self, arm: StudyArm) -> Recipe:
+        """The recipe of one arm: the study's, with both sets of changes."""
+        base = recipe_named(self.recipe) if self.recipe else default_recipe(self.model)
+        body = {**base.model_dump(), **self.changes, **arm.recipe}
+        recipe = validated(Recipe, body, f"recipe of arm {arm.name}")
+        return recipe if arm.mode in TRAINED else recipe.model_copy(update={"steps": 0})
+
+    def runs(self) -> list[tuple[StudyArm, int]]:
+        """Every (arm, seed), in order."""
+        return [(arm, seed) for arm in self.arms for seed in arm.seeds or self.seeds]
+
+    def corpus_texts(self, name: str) -> TextSet:
+        """The texts of a named corpus."""
+        if name in self.corpora:
+            return TextSet(name, read_texts(self.corpora[name]).texts)
+        if self.model == "patient" and name in ("train", "second"):
+            if name == "second":
+                return TextSet("patient-second", tuple(patient_texts("second")))
+            return default_corpus(self.model)
+        raise SettingsError(
+            f"no corpus is called {name!r}", where=self.name, fix=f"known: {sorted(self.corpora)}"
+        )
+
+    def heldout_texts(self) -> list[TextSet]:
+        """Held-out text sets; heads are judged on the first."""
+        if self.texts:
+            return [TextSet("heldout", read_texts(self.texts).texts)]
+        if self.model != "patient":
+            return [default_texts(self.model)]
+        domains = ("scripture", "union")
+        parts = [TextSet(f"heldout-{d}", tuple(patient_texts("heldout", d))) for d in domains]
+        return [default_texts(self.model), *parts]
+
+
+def load_study(name: str) -> Study:
+    """A study from a YAML file, or a bundled one by name."""
+    path = Path(name)
+    if not path.exists() and (STUDIES / f"{path.stem}.yaml").exists():
+        path = STUDIES / f"{path.stem}.yaml"
+    if not path.exists():
+        bundled = ", ".join(sorted(found.stem for found in STUDIES.glob("*.yaml")))
+        raise SettingsError(
+            "no such study", where=name, fix=f"pass a YAML file, or one of {bundled}"
+        )
+    body = read_yaml(path)
+    study = validated(Study, {"name": path.stem, **body}, path)
+    names = [arm.name for arm in study.arms]
+    if len(set(names)) < len(names):
+        raise SettingsError("two arms have the same name", where=path)
+    for arm in study.arms:
+        study.recipe_of(arm)
+        if study.model == "patient" or arm.corpus in study.corpora:
+            continue
+        raise SettingsError(
+            f"arm {arm.name} uses the corpus {arm.corpus!r}, which is not listed",
+            where=path,
+            fix=f"add it under corpora: {sorted(study.corpora)}",
+        )
+    return study

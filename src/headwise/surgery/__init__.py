@@ -1,0 +1,1 @@
+"""Surgery: which heads, how, and training nothing but their slices."""

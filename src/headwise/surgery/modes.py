@@ -1,0 +1,38 @@
+"""The modes of a repair: surgery and its controls."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import numpy as np
+
+from headwise.errors import SelectionError
+from headwise.heads import Head, format_heads
+from headwise.surgery.plan import SurgeryPlan
+
+Mode = Literal["surgery", "sham", "gradient-only", "ablate", "random-heads", "lora"]
+
+
+MODES: tuple[str, ...] = get_args(Mode)
+
+
+TRAINED = ("surgery", "gradient-only", "random-heads", "lora")
+
+
+def random_heads_plan(plan: SurgeryPlan, seed: int) -> SurgeryPlan:
+    """As many healthy heads in each layer as it has targets; from the nearest layers if short."""
+    generator = np.random.default_rng([seed, 7919])
+    free = list(plan.healthy_heads)
+    if len(free) < len(plan.target_heads):
+        raise SelectionError(
+            f"random-heads needs {len(plan.target_heads)} healthy heads, the model has {len(free)}",
+            fix="plan fewer heads, or leave this control out",
+        )
+    chosen: list[Head] = []
+    for target in plan.target_heads:
+        nearest = min(abs(head.layer - target.layer) for head in free)
+        pool = [head for head in free if abs(head.layer - target.layer) == nearest]
+        pick = pool[int(generator.integers(len(pool)))]
+        free.remove(pick)
+        chosen.append(pick)
+    return plan.model_copy(update={"targets": format_heads(chosen), "watched": ""})

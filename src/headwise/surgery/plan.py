@@ -1,0 +1,230 @@
+"""Plans: which heads are operated on and how, as a small YAML that a person can edit.
+
+A plan is made from a diagnosis alone; no model is loaded. It states the exact number of weights it
+would train (slices, not the matrices they lie in) and, with grouped-query attention, what happens
+to keys and values that heads share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict
+
+from headwise.artefacts import write_text
+from headwise.diagnosis.values import Diagnosis
+from headwise.errors import ArtefactError, SelectionError
+from headwise.heads import Head, format_heads, named_blocks, select_heads
+from headwise.settings import read_yaml, validated
+
+PLAN_SCHEMA = "headwise.plan/1"
+
+
+Init = Literal["xavier_normal", "xavier_uniform", "match-healthy"]
+
+
+Preset = Literal["pass1", "pass2", "column"]
+
+
+KvPolicy = Literal["whole-group", "queries-only"]
+
+
+_STATE_BYTES = 16  # float32 master, gradient and two AdamW moments a trained weight
+
+
+class PlannedModel(BaseModel):
+    """The model a plan was made for; its shape decides what the selection means."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    id: str
+    fingerprint: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+
+
+class SurgeryPlan(BaseModel):
+    """Targets are operated on and trained; watched heads are frozen but reported on."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+    schema_: Literal["headwise.plan/1"] = "headwise.plan/1"
+    model: PlannedModel
+    targets: str
+    watched: str = ""
+    healthy: str = ""  # where the control `random-heads` may choose from
+    selection: str = ""
+    init: Init = "xavier_normal"
+    compensate: Literal["none", "mean"] = "none"
+    kv_policy: KvPolicy = "whole-group"
+    seed: int = 42
+    summary: dict[str, Any] = {}
+
+    @property
+    def target_heads(self) -> list[Head]:
+        """The heads that are operated on."""
+        return self._heads(self.targets)
+
+    @property
+    def watched_heads(self) -> list[Head]:
+        """Frozen heads of the band that are reported on."""
+        return self._heads(self.watched) if self.watched else []
+
+    @property
+    def healthy_heads(self) -> list[Head]:
+        """Heads that the diagnosis found healthy and the plan does not touch."""
+        return self._heads(self.healthy) if self.healthy else []
+
+    def _heads(self, selection: str) -> list[Head]:
+        return select_heads(
+            selection, num_layers=self.model.num_layers, num_heads=self.model.num_heads
+        )
+
+    def kv_groups(self) -> list[tuple[int, int]]:
+        """(layer, key/value head) pairs whose k and v are operated on."""
+        return operated_groups(
+            self.target_heads, self.model.num_heads // self.model.num_kv_heads, self.kv_policy
+        )
+
+    def save(self, path: Path) -> Path:
+        """Write `plan.yaml`."""
+        body = self.model_dump(by_alias=False)
+        body = {"schema": body.pop("schema_"), **body}
+        return write_text(path, yaml.safe_dump(body, sort_keys=False, allow_unicode=True))
+
+    @staticmethod
+    def load(path: Path) -> SurgeryPlan:
+        """Read `plan.yaml`; an unknown key is an error that names the nearest known one."""
+        body = read_yaml(path)
+        if body.get("schema") != PLAN_SCHEMA:
+            raise ArtefactError(f"not a plan: expected schema {PLAN_SCHEMA}", where=path)
+        body["schema_"] = body.pop("schema")
+        plan = validated(SurgeryPlan, body, path)
+        _ = plan.target_heads, plan.watched_heads  # a wrong selection is told here, not later
+        return plan
+
+
+def operated_groups(targets: Iterable[Head], group: int, policy: KvPolicy) -> list[tuple[int, int]]:
+    """Key/value heads that belong to the operation: all of their query heads are targets."""
+    chosen = set(targets)
+    if policy == "queries-only":
+        return []
+    groups = sorted({(head.layer, head.index // group) for head in chosen})
+    return [
+        (layer, kv)
+        for layer, kv in groups
+        if all(Head(layer, kv * group + i) in chosen for i in range(group))
+    ]
+
+
+def make_plan(
+    diagnosis: Diagnosis,
+    *,
+    heads: str | None = None,
+    preset: Preset | None = None,
+    column: int | None = None,
+    init: Init = "xavier_normal",
+    compensate: Literal["none", "mean"] = "none",
+    kv_policy: KvPolicy = "whole-group",
+    seed: int = 42,
+) -> SurgeryPlan:
+    """A plan from a diagnosis: either a selection or a preset."""
+    if heads and preset and preset != "pass2":
+        raise SelectionError("both heads and a preset are given", fix="choose one of them")
+    selection = heads or preset_selection(diagnosis, preset, column)
+    shape = {"num_layers": diagnosis.model["num_layers"], "num_heads": diagnosis.model["num_heads"]}
+    sets = diagnosis.head_sets()
+    targets = select_heads(selection, **shape, sets=sets)
+    if not targets:
+        raise SelectionError(
+            f"no head matches {selection!r}",
+            where=diagnosis.model["id"],
+            fix=f"the diagnosis counts {diagnosis.counts['sick']} sick heads; try --heads all",
+        )
+    zone = named_blocks(selection, **shape) or sets["band"]
+    watched = [] if preset == "pass2" else [h for h in zone if h not in set(targets)]
+    group = diagnosis.model["num_heads"] // diagnosis.model["num_kv_heads"]
+    model = {key: diagnosis.model[key] for key in PlannedModel.model_fields}
+    return SurgeryPlan(
+        model=PlannedModel(**model),
+        targets=format_heads(targets),
+        watched=format_heads(watched),
+        healthy=format_heads(set(sets["healthy"]) - set(targets)),
+        selection=selection,
+        init=init,
+        compensate=compensate,
+        kv_policy=kv_policy,
+        seed=seed,
+        summary=_summary(
+            diagnosis, targets, operated_groups(targets, group, kv_policy), compensate
+        ),
+    )
+
+
+def preset_selection(diagnosis: Diagnosis, preset: Preset | None, column: int | None) -> str:
+    """What a preset selects in this diagnosis."""
+    if preset is None:
+        raise SelectionError("no heads chosen", fix="pass --heads SELECTION or --preset pass1")
+    if preset != "column":
+        return {"pass1": "band & sick", "pass2": "sick"}[preset]
+    if column is None:
+        raise SelectionError("the preset `column` needs a head index", fix="add --column 5")
+    layers = sorted({head.layer for head in diagnosis.head_sets()["sick"]})
+    if not layers:
+        raise SelectionError("no sick layer: the preset `column` has nothing to go by")
+    return f"(band & sick), L{layers[0]}-{layers[-1]}H{column}"
+
+
+def _summary(
+    diagnosis: Diagnosis,
+    targets: list[Head],
+    groups: list[tuple[int, int]],
+    compensate: str,
+) -> dict[str, Any]:
+    """Exact weight counts, memory and, for GQA, what happens to shared keys and values."""
+    model = diagnosis.model
+    weights = trainable_weights(model, len(targets), len(groups))
+    total = model.get("num_parameters")
+    group = model["num_heads"] // model["num_kv_heads"]
+    touched = sum(group for _ in groups)
+    summary: dict[str, Any] = {
+        "heads": len(targets),
+        "layers": len({head.layer for head in targets}),
+        "lowest_layer": min(head.layer for head in targets),
+        "trainable_weights": weights,
+        "trainable_share": None if not total else weights / total,
+        "training_state_bytes": weights * _STATE_BYTES,
+        "kv_groups": len(groups),
+    }
+    if group > 1:
+        summary["kv_note"] = (
+            f"{touched} of {len(targets)} targets lie in whole groups: their keys and values are "
+            f"operated on too; the other {len(targets) - touched} change queries and output only"
+        )
+    if compensate == "mean":
+        summary["compensation"] = "the heads' mean outputs are folded into the output bias"
+    return summary
+
+
+def trainable_weights(model: Mapping[str, Any], heads: int, groups: int) -> int:
+    """Weights of the slices: q and o of every head, k and v of every operated group."""
+    row = model["head_dim"] * model["hidden_size"]
+    bias = model["head_dim"] if model.get("qkv_bias") else 0
+    return int(heads * (2 * row + bias) + groups * 2 * (row + bias))
+
+
+def plans_of(patches: Iterable[Mapping[str, Any]]) -> list[SurgeryPlan]:
+    """The plans that descriptions of patches carry, pass by pass."""
+    return [SurgeryPlan(**patch["plan"]) for patch in patches if patch.get("plan")]
+
+
+def join_plans(plans: Sequence[SurgeryPlan]) -> SurgeryPlan:
+    """One plan for the zones of several passes: a head operated on in any pass is operated on."""
+    targets = {head for plan in plans for head in plan.target_heads}
+    watched = set(plans[0].watched_heads) - targets
+    changes = {"targets": format_heads(targets), "watched": format_heads(watched)}
+    return plans[-1].model_copy(update=changes)

@@ -1,0 +1,86 @@
+"""Recipes: how slices are trained. The paper's settings are a recipe; the patient has its own."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from headwise.errors import SettingsError
+from headwise.settings import read_yaml, validated
+
+
+class Recipe(BaseModel):
+    """Everything that decides a training run, apart from the plan, the corpus and the seed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = "custom"
+    steps: int = Field(default=400, ge=0)
+    lr: float = Field(default=5e-5, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    warmup: int = Field(default=100, ge=0)  # at most a quarter of the steps
+    batch_size: int = Field(default=1, ge=1)  # blocks a forward pass
+    accumulation: int = Field(default=8, ge=1)  # forward passes a step
+    clip: float = Field(default=1.0, gt=0)
+    block: int = Field(default=512, ge=8)  # tokens a block
+    checkpoint_layers: bool = False  # recompute activations in the backward pass
+    cache_prefix: bool = False  # keep the frozen layers' outputs on disk over epochs
+    validate_every: int = Field(default=50, ge=1)
+    validation_blocks: int = Field(default=32, ge=0)  # 0: no validation, no early stopping
+    patience: int = Field(default=6, ge=1)  # validations without a better loss before stopping
+    save_every: int = Field(default=50, ge=1)
+    keep: int = Field(default=2, ge=1)  # checkpoints kept besides the best
+    map_every: int = Field(default=10, ge=1)  # steps between head maps
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens a step, at most."""
+        return self.block * self.batch_size * self.accumulation
+
+
+RECIPES: dict[str, Recipe] = {
+    # 541K tokens in 512-token blocks are 132 steps of 8 an epoch; the best epoch was the third.
+    "bloom-1b7-pass1": Recipe(name="bloom-1b7-pass1", steps=396, validate_every=44, save_every=44),
+    "patient": Recipe(
+        name="patient",
+        steps=300,
+        lr=3e-3,
+        warmup=20,
+        batch_size=16,
+        accumulation=1,
+        block=256,
+        validate_every=50,
+        save_every=50,
+        map_every=10,
+    ),
+}
+
+
+def recipe_named(name: str) -> Recipe:
+    """A bundled recipe by name, or one from a YAML file."""
+    if name in RECIPES:
+        return RECIPES[name]
+    if Path(name).suffix in (".yaml", ".yml"):
+        body = read_yaml(Path(name))
+        base = body.pop("base", None)
+        start = recipe_named(base).model_dump() if base else {}
+        return validated(Recipe, {**start, "name": Path(name).stem, **body}, name)
+    raise SettingsError(
+        f"no recipe is called {name!r}", fix=f"choose {', '.join(RECIPES)} or a .yaml file"
+    )
+
+
+def default_recipe(model_name: str) -> Recipe:
+    """The recipe for a model if none is named."""
+    return RECIPES["patient" if model_name == "patient" else "bloom-1b7-pass1"]
+
+
+def learning_rate(recipe: Recipe, step: int) -> float:
+    """Linear warm-up, then cosine to 0. Step 0 already moves (the paper's first step has lr 0)."""
+    warmup = min(recipe.warmup, recipe.steps // 4)
+    if step < warmup:
+        return recipe.lr * (step + 1) / warmup
+    progress = (step - warmup) / max(1, recipe.steps - warmup)
+    return recipe.lr * 0.5 * (1 + math.cos(math.pi * progress))

@@ -1,0 +1,1 @@
+"""Texts in, token batches out; corpora for training."""

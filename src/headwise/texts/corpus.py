@@ -1,0 +1,114 @@
+"""Corpora for training: documents split by content hash, cut to pieces, grouped into blocks.
+
+A block holds about `block` tokens of whole pieces. Every piece is its own row, so no token sees or
+predicts across a document boundary. Which document lands in which split depends on its content
+alone, so train and validation are disjoint by construction, also across runs and corpora.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from headwise.artefacts import content_hash
+from headwise.errors import TextError
+from headwise.texts.batches import Batch, batches
+from headwise.texts.text_sets import TextSet
+
+VALIDATION_SHARE = 0.05
+
+
+_BUCKETS = 10_000
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Token blocks of one corpus, with what identifies it."""
+
+    name: str
+    train: tuple[Batch, ...] = field(repr=False)
+    validation: tuple[Batch, ...] = field(repr=False)
+    info: dict[str, Any]
+
+
+def in_validation(text: str, share: float = VALIDATION_SHARE) -> bool:
+    """Whether a document belongs to validation: decided by its content hash."""
+    digest = hashlib.sha256(text.encode()).digest()
+    return int.from_bytes(digest[:8], "little") % _BUCKETS < share * _BUCKETS
+
+
+def build_corpus(
+    texts: TextSet,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    block: int,
+    batch_tokens: int,
+    validation_share: float = VALIDATION_SHARE,
+    excluded: Sequence[str] = (),
+) -> Corpus:
+    """Tokenise, split and group a corpus; `excluded` documents (evaluation texts) are left out."""
+    forbidden = {content_hash([text]) for text in excluded}
+    unique = list(dict.fromkeys(texts.texts))
+    kept = [text for text in unique if content_hash([text]) not in forbidden]
+    parts = {
+        "train": [text for text in kept if not in_validation(text, validation_share)],
+        "validation": [text for text in kept if in_validation(text, validation_share)],
+    }
+    blocks = {name: _blocks(docs, tokenizer, block) for name, docs in parts.items()}
+    tokens = {name: sum(int(b.lengths.sum()) for b in found) for name, found in blocks.items()}
+    if tokens["train"] < batch_tokens:
+        raise TextError(
+            f"the corpus has {tokens['train']} training tokens, one batch needs {batch_tokens}",
+            where=texts.name,
+            fix="add text, or lower batch_size, accumulation or block in the recipe",
+        )
+    info = {
+        "name": texts.name,
+        "sha256": texts.sha256,
+        "documents": len(texts.texts),
+        "duplicates": len(texts.texts) - len(unique),
+        "excluded": len(unique) - len(kept),
+        "train_documents": len(parts["train"]),
+        "validation_documents": len(parts["validation"]),
+        "train_tokens": tokens["train"],
+        "validation_tokens": tokens["validation"],
+    }
+    return Corpus(texts.name, tuple(blocks["train"]), tuple(blocks["validation"]), info)
+
+
+def _blocks(
+    documents: Sequence[str], tokenizer: PreTrainedTokenizerBase, block: int
+) -> list[Batch]:
+    pieces: list[list[int]] = []
+    for text in documents:
+        ids = list(tokenizer(text, truncation=False, verbose=False)["input_ids"])
+        pieces += [ids[i : i + block] for i in range(0, len(ids), block)]
+    pieces = [piece for piece in pieces if len(piece) >= 2]
+    # Pieces of like length share a block, so that rows need little padding.
+    order = sorted(range(len(pieces)), key=lambda i: (-len(pieces[i]), i))
+    groups: list[list[int]] = []
+    room = 0
+    for index in order:
+        if not groups or len(pieces[index]) > room:
+            groups.append([])
+            room = block
+        groups[-1].append(index)
+        room -= len(pieces[index])
+    return [next(batches([pieces[i] for i in group], len(group))) for group in groups]
+
+
+def block_order(num_blocks: int, seed: int, epoch: int) -> list[int]:
+    """The order of blocks in one epoch: a function of seed and epoch alone."""
+    generator = np.random.default_rng([seed, epoch])
+    return [int(i) for i in generator.permutation(num_blocks)]
+
+
+def block_at(num_blocks: int, seed: int, position: int) -> int:
+    """The block at a position of the endless stream of shuffled epochs."""
+    epoch, place = divmod(position, num_blocks)
+    return block_order(num_blocks, seed, epoch)[place]

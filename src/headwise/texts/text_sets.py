@@ -1,0 +1,138 @@
+"""Texts in, token batches out: files, folders, hub datasets, or the bundled set.
+
+A `TextSet` is a tuple of texts with a content hash. Batches are padded on the right: under a causal
+mask a real token never sees padding there, so every statistic is exact without a padding mask.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from headwise.artefacts import content_hash
+from headwise.bundled import DATA
+from headwise.errors import TextError
+from headwise.models.patient import patient_texts
+
+SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
+
+
+@dataclass(frozen=True)
+class TextSet:
+    """Named texts; equal content has an equal hash."""
+
+    name: str
+    texts: tuple[str, ...] = field(repr=False)
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the texts in order."""
+        return content_hash(self.texts)
+
+    def describe(self) -> dict[str, object]:
+        """The `texts` entry of an artefact."""
+        return {"name": self.name, "count": len(self.texts), "sha256": self.sha256}
+
+
+def bundled_texts() -> TextSet:
+    """A varied set of our own: prose, code and several languages."""
+    folder = DATA / "texts"
+    return TextSet("bundled", tuple(p.read_text("utf-8") for p in sorted(folder.glob("*.txt"))))
+
+
+def default_texts(model_name: str) -> TextSet:
+    """The patient's own held-out text for the patient, the bundled set for any other model."""
+    if model_name == "patient":
+        return TextSet("patient-heldout", tuple(patient_texts("heldout")))
+    return bundled_texts()
+
+
+def default_corpus(model_name: str) -> TextSet:
+    """The patient's own training corpus; any other model needs --corpus."""
+    if model_name != "patient":
+        raise TextError("no corpus to train on", fix="pass --corpus with files, folders or an id")
+    return TextSet("patient-train", tuple(patient_texts("train")))
+
+
+def read_texts(sources: Sequence[str], *, lines: bool = False) -> TextSet:
+    """Read files (.txt, .jsonl, .parquet), folders of them, or one hub dataset id."""
+    texts: list[str] = []
+    for source in sources:
+        path = Path(source)
+        if path.is_dir():
+            files = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
+            texts += [text for file in files for text in _read_file(file, lines)]
+        elif path.is_file():
+            texts += _read_file(path, lines)
+        else:
+            texts += _read_hub(source)
+    kept = tuple(text for text in texts if text.strip())
+    if not kept:
+        raise TextError(
+            "no text found: every source is empty",
+            where=", ".join(sources) or "no source",
+            fix=f"pass files with text ({', '.join(SUFFIXES)}) or a folder of them",
+        )
+    return TextSet(", ".join(sources), kept)
+
+
+def _read_file(path: Path, lines: bool) -> list[str]:
+    if path.suffix == ".jsonl":
+        return _read_jsonl(path)
+    if path.suffix == ".parquet":
+        return _read_parquet(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise TextError(f"not UTF-8 text ({error})", where=path, fix="convert it first") from None
+    return text.splitlines() if lines else [text]
+
+
+def _read_jsonl(path: Path) -> list[str]:
+    texts = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            texts.append(str(json.loads(line)["text"]))
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise TextError(
+                f"line {number} is not a JSON object with a `text` field ({error})", where=path
+            ) from None
+    return texts
+
+
+def _read_parquet(path: Path) -> list[str]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        column = pyarrow.parquet.read_table(path, columns=["text"]).column("text")
+    except (pyarrow.ArrowInvalid, KeyError, OSError) as error:
+        raise TextError(
+            f"no readable `text` column ({str(error).splitlines()[0]})", where=path
+        ) from None
+    return [str(text) for text in column.to_pylist() if text is not None]
+
+
+def _read_hub(name: str) -> list[str]:
+    """A hub dataset, `id[:config[:split]]`; only what cannot be a path reaches the network."""
+    identifier, _, rest = name.partition(":")
+    if identifier.count("/") != 1 or identifier.startswith(("/", ".")) or Path(identifier).suffix:
+        raise TextError("no such file or folder", where=name, fix="check the path")
+    from datasets import load_dataset
+
+    config, _, split = rest.partition(":")
+    try:
+        dataset = load_dataset(identifier, config or None, split=split or "train")
+    except (OSError, ValueError, ConnectionError) as error:
+        raise TextError(
+            f"the hub dataset could not be loaded ({str(error).splitlines()[0]})",
+            where=name,
+            fix="check the id; offline, pass local files instead",
+        ) from None
+    if "text" not in dataset.column_names:
+        raise TextError("the hub dataset has no `text` column", where=name)
+    return [str(text) for text in dataset["text"]]
