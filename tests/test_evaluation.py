@@ -14,7 +14,7 @@ from headwise.diagnosis.mean_outputs import measure_means
 from headwise.errors import TextError
 from headwise.heads import Head, all_heads
 from headwise.intervals import DRAWS, draw_documents, mean_interval, mean_intervals
-from headwise.models.architectures import architecture_of, blocks_of, geometry_of, projection_of
+from headwise.models.architectures import architecture_of, geometry_of, layers_of, projection_of
 from headwise.proof.ablation import ablate_heads, first_order_importance
 from headwise.proof.evaluate import _recovery, chosen_heads, evaluate, paper_prompts
 from headwise.proof.evaluation import Evaluation
@@ -313,13 +313,13 @@ def test_activation_dormancy_equals_the_naive_count(model):
     row = architecture_of(model)
     seen = {layer: [] for layer in range(2)}
     handles = []
-    for layer, block in enumerate(blocks_of(model)):
+    for layer, module in enumerate(layers_of(model)):
 
         def keep(_, inputs, layer=layer):
             flat = inputs[0].detach().double().abs()
             seen[layer].append(flat.reshape(-1, flat.shape[-1]))
 
-        handles.append(block.get_submodule(row.mlp_out).register_forward_pre_hook(keep))
+        handles.append(module.get_submodule(row.mlp_out).register_forward_pre_hook(keep))
     try:
         with torch.inference_mode():
             for ids in encoded:

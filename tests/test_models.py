@@ -223,7 +223,7 @@ def test_check_says_what_it_proved(model_dir):
     result = run("check", model_dir)
     assert result.exit_code == 0, result.output
     assert "2 layers x 4 heads (2 key/value heads of 8)" in result.output
-    assert "Heads are separable: 18 blocks moved exactly their own heads" in result.output
+    assert "Heads are separable: 18 slices moved exactly their own heads" in result.output
 
 
 def test_a_known_failure_is_one_message_and_exit_code_1(copy, tmp_path):
@@ -278,7 +278,7 @@ def test_bad_texts_are_refused_on_the_command_line(model_dir, tmp_path, text, me
 def test_a_wrong_row_fails_the_check(model_dir, monkeypatch, projections, message):
     from dataclasses import replace
 
-    from headwise.models.architectures import ARCHITECTURES
+    from headwise.models.families import ARCHITECTURES
 
     monkeypatch.setitem(
         ARCHITECTURES, "llama", replace(ARCHITECTURES["llama"], projections=projections)

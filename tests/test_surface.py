@@ -111,7 +111,7 @@ def test_no_verb_shows_the_help():
 def test_the_readme_names_every_family():
     from pathlib import Path
 
-    from headwise.models.architectures import ARCHITECTURES, NOT_SEPARABLE
+    from headwise.models.families import ARCHITECTURES, NOT_SEPARABLE
 
     readme = (Path(__file__).parent.parent / "README.md").read_text()
     section = readme.split("## Families")[1].split("\n## ")[0]

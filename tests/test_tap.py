@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -130,7 +132,7 @@ def test_falcon_is_followed_in_sdpa_as_in_eager(name):
 
 
 def test_falcons_eager_code_adds_its_bias_twice():
-    """Why `own_implementation` matters: delete the factor 2 in tap.py when this fails."""
+    """Why `own_implementation` matters: delete the factor 2 in families.py when this fails."""
     ids = torch.tensor([TEXTS[2]])
     eager, sdpa = (tiny_model("falcon-alibi", implementation=name) for name in ("eager", "sdpa"))
     assert relative(logits(eager, ids), logits(sdpa, ids)) > 1e-3
@@ -217,7 +219,7 @@ def test_a_row_that_wrongly_claims_the_interface_is_an_error(monkeypatch):
     row = architecture_of(model)
     monkeypatch.setattr(
         "headwise.forward.tap.architecture_of",
-        lambda _: type(row)(**{**vars(row), "interface": True}),
+        lambda _: replace(row, attention_call=None),
     )
     with pytest.raises(HeadwiseError, match="bypasses the tap"), tapped(model):
         logits(model, torch.tensor([TEXTS[2]]))
@@ -250,7 +252,7 @@ def test_a_packed_batch_keeps_its_dense_mask():
 
 def test_learned_sinks_of_a_future_row_are_followed(monkeypatch):
     """gpt-oss passes `s_aux` through the interface; its row is not in the table yet."""
-    from headwise.models.architectures import ARCHITECTURES
+    from headwise.models.families import ARCHITECTURES
 
     config = AutoConfig.for_model(
         "gpt_oss",

@@ -17,7 +17,7 @@ from headwise.artefacts import read_lines
 from headwise.errors import SettingsError, TextError, TrainingError
 from headwise.forward.losses import shifted_targets, summed_loss, token_losses
 from headwise.forward.tap import tapped
-from headwise.models.architectures import blocks_of
+from headwise.models.architectures import layers_of
 from headwise.surgery import training
 from headwise.surgery.recipe import RECIPES, Recipe, learning_rate, recipe_named
 from headwise.surgery.slice_training import master_slices
@@ -149,9 +149,9 @@ def test_layers_below_the_lowest_operated_one_have_no_graph(model, tmp_path):
 
         return hook
 
-    blocks = blocks_of(model)
+    layers = layers_of(model)
     handles = [
-        b.register_forward_pre_hook(watch(i), with_kwargs=True) for i, b in enumerate(blocks)
+        b.register_forward_pre_hook(watch(i), with_kwargs=True) for i, b in enumerate(layers)
     ]
     try:
         with opened(model, plan_for(model, "L1H0-1"), tmp_path, recipe=ONE_STEP) as job:

@@ -97,12 +97,12 @@ def select_in_layers(
     return select_heads(selection, num_layers=num_layers, num_heads=num_heads)
 
 
-def named_blocks(selection: str, *, num_layers: int, num_heads: int) -> list[Head]:
-    """The heads of all blocks that a selection spells out (`L5-22H9-15` of `L5-22H9-15 & sick`)."""
-    blocks = [token for token in _tokens(selection) if token[0] in "LH"]
-    if not blocks:
+def named_ranges(selection: str, *, num_layers: int, num_heads: int) -> list[Head]:
+    """The heads of all ranges that a selection spells out (`L5-22H9-15` of `L5-22H9-15 & sick`)."""
+    ranges = [token for token in _tokens(selection) if token[0] in "LH"]
+    if not ranges:
         return []
-    return select_heads(",".join(blocks), num_layers=num_layers, num_heads=num_heads)
+    return select_heads(",".join(ranges), num_layers=num_layers, num_heads=num_heads)
 
 
 def _tokens(selection: str) -> list[str]:
@@ -167,7 +167,7 @@ class _Selection:
                 raise SelectionError(f"{self.text!r} has an open parenthesis")
             return heads
         if token[0] in "LH":
-            return self._block(token)
+            return self._heads(token)
         if token not in self.words:
             raise SelectionError(
                 f"{token!r} is not known in {self.text!r}",
@@ -175,7 +175,7 @@ class _Selection:
             )
         return self.words[token]
 
-    def _block(self, token: str) -> frozenset[Head]:
+    def _heads(self, token: str) -> frozenset[Head]:
         match = re.fullmatch(r"(?:L(\d+)(?:-(\d+))?)?(?:H(\d+)(?:-(\d+))?)?", token)
         assert match is not None  # the tokenizer let it through
         layers = self._range(match[1], match[2], self.num_layers, "layer", token)
@@ -203,11 +203,11 @@ def format_heads(heads: Iterable[Head]) -> str:
     rows: dict[str, list[int]] = {}
     for layer, indices in by_layer.items():
         rows.setdefault(_ranges(indices, ",H"), []).append(layer)
-    blocks = []
+    parts = []
     for indices_text, layers in rows.items():
         for layers_text in _ranges(layers, "|").split("|"):
-            blocks += [f"L{layers_text}H{part}" for part in indices_text.split(",H")]
-    return ",".join(blocks)
+            parts += [f"L{layers_text}H{indices}" for indices in indices_text.split(",H")]
+    return ",".join(parts)
 
 
 def format_indices(indices: Iterable[int]) -> str:

@@ -303,7 +303,7 @@ def _limit(model: Any, length: int, folder: Path) -> Work:
     from headwise.forward.gelu import fused_gelu
     from headwise.forward.losses import shifted_targets, summed_loss
     from headwise.forward.tap import tapped
-    from headwise.models.architectures import blocks_of
+    from headwise.models.architectures import layers_of
 
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -311,7 +311,7 @@ def _limit(model: Any, length: int, folder: Path) -> Work:
     def begin(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (args[0].detach().requires_grad_(True), *args[1:])
 
-    blocks_of(model)[_lowest(model)].register_forward_pre_hook(begin)
+    layers_of(model)[_lowest(model)].register_forward_pre_hook(begin)
     ids = _ids(length)
     targets = shifted_targets(ids, torch.tensor([length]))
 

@@ -160,13 +160,13 @@ def check(
     if not result.passed:
         raise UnknownArchitectureError(
             f"the heads of {model} are not separable as the table says: {result.reason()}",
-            fix="correct the row in headwise/architectures.py, or do not operate on this model",
+            fix="correct the row in src/headwise/models/families.py, or leave this model alone",
         )
     console(quiet).print(
         f"{model}: {loaded.model.config.model_type}, {geometry.num_layers} layers x "
         f"{geometry.num_heads} heads ({geometry.num_kv_heads} key/value heads of "
         f"{geometry.head_dim}), {positions_of(loaded.model)} positions.\n"
-        f"Heads are separable: {len(result.probes)} blocks moved exactly their own heads; "
+        f"Heads are separable: {len(result.probes)} slices moved exactly their own heads; "
         f"silencing equals ablation within {result.silencing_error:.0e}, the tap changes logits by "
         f"{result.logit_change:.0e} of their size."
     )

@@ -16,7 +16,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headwise.models.architectures import architecture_of, blocks_of, is_transposed, weight_of
+from headwise.models.architectures import (
+    architecture_of,
+    device_of,
+    is_transposed,
+    layers_of,
+    weight_of,
+)
 from headwise.texts.batches import Batch
 
 WEIGHT_THRESHOLD = 0.01
@@ -27,25 +33,25 @@ ACTIVATION_TAU = 0.025
 
 def weight_dormancy(model: PreTrainedModel, threshold: float = WEIGHT_THRESHOLD) -> dict[str, Any]:
     """Share of neurons whose weight-norm product is below the threshold, per layer and overall."""
-    importances = [_importance(model, block) for block in blocks_of(model)]
+    importances = [_importance(model, layer) for layer in layers_of(model)]
     return _summary(
         [value < threshold for value in importances],
         rule=f"norm(in) * norm(out) < {threshold} (gated: geometric mean of both in-norms)",
     )
 
 
-def _importance(model: PreTrainedModel, block: nn.Module) -> Float[Tensor, "neuron"]:
+def _importance(model: PreTrainedModel, layer: nn.Module) -> Float[Tensor, "neuron"]:
     row = architecture_of(model)
-    norms = [norm for name in row.mlp_in for norm in _row_norms(block, name)]
-    down = block.get_submodule(row.mlp_out)
+    norms = [norm for name in row.mlp_in for norm in _row_norms(layer, name)]
+    down = layer.get_submodule(row.mlp_out)
     reads = torch.stack(norms).prod(0) ** (1 / len(norms))
     writes: Tensor = weight_of(down).float().norm(dim=1 if is_transposed(down) else 0)
     return reads * writes
 
 
-def _row_norms(block: nn.Module, name: str) -> list[Tensor]:
+def _row_norms(layer: nn.Module, name: str) -> list[Tensor]:
     name, _, parts = name.partition("*")
-    module = block.get_submodule(name)
+    module = layer.get_submodule(name)
     norms = weight_of(module).float().norm(dim=0 if is_transposed(module) else 1)
     return list(norms.chunk(int(parts or 1)))
 
@@ -55,8 +61,8 @@ def activation_dormancy(
 ) -> dict[str, Any]:
     """Share of neurons whose mean |activation| is at most `tau` of their layer's mean."""
     row = architecture_of(model)
-    blocks = blocks_of(model)
-    totals: list[Tensor | None] = [None] * len(blocks)
+    layers = layers_of(model)
+    totals: list[Tensor | None] = [None] * len(layers)
     real: list[Tensor] = []
 
     def watch(layer: int) -> Any:
@@ -70,10 +76,10 @@ def activation_dormancy(
         return hook
 
     handles = [
-        block.get_submodule(row.mlp_out).register_forward_pre_hook(watch(layer))
-        for layer, block in enumerate(blocks)
+        layer.get_submodule(row.mlp_out).register_forward_pre_hook(watch(number))
+        for number, layer in enumerate(layers)
     ]
-    device = next(model.parameters()).device
+    device = device_of(model)
     try:
         for batch in batches:
             mask = torch.arange(batch.ids.shape[1])[None] < batch.lengths[:, None]

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headwise.forward.tap import Sight, tapped
-from headwise.models.architectures import geometry_of
+from headwise.models.architectures import device_of, geometry_of
 from headwise.texts.batches import Batch
 
 
@@ -23,7 +23,7 @@ def measure_means(
         geometry.num_layers, geometry.num_heads, geometry.head_dim, dtype=torch.float64
     )
     count = 0
-    device = next(model.parameters()).device
+    device = device_of(model)
     for batch in batches:
         real = torch.arange(batch.ids.shape[1])[None] < batch.lengths[:, None]
         real = real.to(device)

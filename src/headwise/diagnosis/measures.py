@@ -20,7 +20,13 @@ from transformers import PreTrainedModel
 from headwise.errors import ModelError
 from headwise.forward.attention import bucket_mass, mass_at, moments
 from headwise.forward.tap import Sight, tapped
-from headwise.models.architectures import geometry_of, is_transposed, projection_of, weight_of
+from headwise.models.architectures import (
+    device_of,
+    geometry_of,
+    is_transposed,
+    projection_of,
+    weight_of,
+)
 from headwise.texts.batches import Batch
 
 LOCAL_WINDOW = 3  # t-2 .. t
@@ -84,7 +90,7 @@ def measure_heads(
     counts = np.zeros(num_buckets, dtype=np.int64)
     pools = np.zeros((*shape[1:], num_buckets, num_buckets)) if pooled else None
     grams = _output_grams(model)
-    device = next(model.parameters()).device
+    device = device_of(model)
     for batch in batches:
         weights = _query_weights(batch, skip_queries).to(device)
         buckets = torch.tensor([position_bucket(t) for t in range(batch.ids.shape[1])])

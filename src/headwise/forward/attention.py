@@ -1,10 +1,10 @@
 """Causal attention that also returns its log-sum-exp, so that head statistics need no T x T matrix.
 
 Two exact ways to one result. The fused way is the kernel torch itself runs (CPU flash, or CUDA's
-memory-efficient kernel), called where its log-sum-exp is visible. The blockwise way is plain
-PyTorch over blocks of queries: it does what the kernels cannot (soft caps, sliding windows, learned
+memory-efficient kernel), called where its log-sum-exp is visible. The tiled way is plain
+PyTorch over tiles of queries: it does what the kernels cannot (soft caps, sliding windows, learned
 sinks, arbitrary masks) and what their private ops might stop doing: `fused_is_trusted` compares the
-two on 64 tokens once a device and type.
+two on 64 tokens once per device and type.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-BLOCK = 256  # queries a block: the scores of one block stay in the cache of one core
+TILE = 256  # queries per tile: the scores of one tile stay in the cache of one core
 
 
 MASKED = -1e30  # finite, so that a row with no visible key stays finite (it is never read)
@@ -58,7 +58,7 @@ def attend(
     same_width = v.shape[-1] == scores.k.shape[-1]  # the CPU kernel's limit
     trusted = fused_is_trusted(scores.q.device.type, scores.q.dtype)
     fused = scores.is_plain and same_width and trusted
-    return _fused(scores, v) if fused else _blockwise(scores, v)
+    return _fused(scores, v) if fused else _tiled(scores, v)
 
 
 def _fused(scores: Scores, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,19 +90,19 @@ def _key_bias(scores: Scores) -> Float[Tensor, "batch head 1 key"] | None:
     return bias.expand(bias.shape[0], scores.q.shape[1], 1, scores.length)
 
 
-def _blockwise(scores: Scores, v: Tensor) -> tuple[Tensor, Tensor]:
+def _tiled(scores: Scores, v: Tensor) -> tuple[Tensor, Tensor]:
     outs, lses = [], []
-    for start in range(0, scores.length, BLOCK):
-        block = block_scores(scores, start, min(start + BLOCK, scores.length))
-        p = (block.logits - block.lse[..., None]).exp()
-        values = v[:, :, block.first_key : block.stop]
+    for start in range(0, scores.length, TILE):
+        tile = tile_scores(scores, start, min(start + TILE, scores.length))
+        p = (tile.logits - tile.lse[..., None]).exp()
+        values = v[:, :, tile.first_key : tile.stop]
         outs.append(_per_group(p, values).to(scores.q.dtype))
-        lses.append(block.lse)
+        lses.append(tile.lse)
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
 @dataclass(frozen=True)
-class Block:
+class QueryTile:
     """Logits of queries [start, stop) on keys [first_key, stop), and their log-sum-exp."""
 
     start: int
@@ -112,8 +112,8 @@ class Block:
     lse: Float[Tensor, "batch head query"]
 
 
-def block_scores(scores: Scores, start: int, stop: int) -> Block:
-    """Masked float32 logits of one block of queries; memory is BLOCK x keys, never T x T."""
+def tile_scores(scores: Scores, start: int, stop: int) -> QueryTile:
+    """Masked float32 logits of one tile of queries; memory is TILE x keys, never T x T."""
     first = 0 if scores.window is None else max(0, start - scores.window + 1)
     q, k = scores.q[:, :, start:stop].float(), scores.k[:, :, first:stop].float()
     logits = _per_group(q, k.transpose(-1, -2)) * scores.scale
@@ -125,7 +125,7 @@ def block_scores(scores: Scores, start: int, stop: int) -> Block:
     lse = logits.logsumexp(-1)
     if scores.sinks is not None:
         lse = torch.logaddexp(lse, scores.sinks.float()[None, :, None].expand_as(lse))
-    return Block(start, stop, first, logits, lse)
+    return QueryTile(start, stop, first, logits, lse)
 
 
 def _allowed(
@@ -165,7 +165,7 @@ def moments(scores: Scores, lse: Float[Tensor, "batch head query"]) -> Moments:
     scores = replace(scores, q=scores.q.float(), k=scores.k.float())
     if scores.is_plain and fused_is_trusted(scores.q.device.type, torch.float32):
         return _fused_moments(scores, lse)
-    return _blockwise_moments(scores)
+    return _tiled_moments(scores)
 
 
 def _fused_moments(scores: Scores, lse: Tensor) -> Moments:
@@ -176,7 +176,7 @@ def _fused_moments(scores: Scores, lse: Tensor) -> Moments:
     q, k = scores.q, scores.k
     bias = scores.bias
     channels = []
-    if bias is not None:  # one bias a query head, so keys can no longer be shared by a group
+    if bias is not None:  # one bias per query head, so keys can no longer be shared by a group
         k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
         channels.append(bias.transpose(-1, -2).expand(*k.shape[:3], 1))
     position = torch.arange(scores.length, device=q.device, dtype=torch.float32)
@@ -189,24 +189,24 @@ def _fused_moments(scores: Scores, lse: Tensor) -> Moments:
     return Moments((lse - mean_score).clamp_min(0), expected[..., -1])
 
 
-def _blockwise_moments(scores: Scores) -> Moments:
+def _tiled_moments(scores: Scores) -> Moments:
     entropies, means = [], []
-    for start in range(0, scores.length, BLOCK):
-        block = block_scores(scores, start, min(start + BLOCK, scores.length))
-        log_p = block.logits - block.lse[..., None]
+    for start in range(0, scores.length, TILE):
+        tile = tile_scores(scores, start, min(start + TILE, scores.length))
+        log_p = tile.logits - tile.lse[..., None]
         p = log_p.exp()
         # -sum p (s - lse), not lse - sum p s: with ALiBi (sum p - 1) |s| leaks 5e-3 nats
-        entropies.append(-(p * log_p.clamp_min(-1e4)).sum(-1) + _sink_entropy(scores, block))
-        key = torch.arange(block.first_key, block.stop, device=p.device, dtype=torch.float32)
+        entropies.append(-(p * log_p.clamp_min(-1e4)).sum(-1) + _sink_entropy(scores, tile))
+        key = torch.arange(tile.first_key, tile.stop, device=p.device, dtype=torch.float32)
         means.append(p @ key / p.sum(-1).clamp_min(1e-30))
     return Moments(torch.cat(entropies, 2).clamp_min(0), torch.cat(means, 2))
 
 
-def _sink_entropy(scores: Scores, block: Block) -> Tensor | float:
+def _sink_entropy(scores: Scores, tile: QueryTile) -> Tensor | float:
     """The learned sink is an outcome too: -p ln p of the mass that no key receives."""
     if scores.sinks is None:
         return 0.0
-    log_p = scores.sinks.float()[None, :, None] - block.lse
+    log_p = scores.sinks.float()[None, :, None] - tile.lse
     return -(log_p.exp() * log_p)
 
 
@@ -226,7 +226,7 @@ def mass_at(
 ) -> Float[Tensor, "batch head query"]:
     """Attention on the first key (`offset=None`) or on the key `offset` places back, 0 if unseen.
 
-    One dot product a query: p = exp(s - lse). Differentiable in q and k but not through `lse`.
+    One dot product per query: p = exp(s - lse). Differentiable in q and k but not through `lse`.
     """
     length, back = scores.length, offset or 0
     # queries back.. meet keys 0..length-back one to one, or all meet key 0: slices, no gathering
@@ -270,7 +270,7 @@ def _dots(
 
 @functools.cache
 def fused_is_trusted(device: str, dtype: torch.dtype) -> bool:
-    """Does this device's private op exist and agree with the blockwise path on 64 tokens?"""
+    """Does this device's private op exist and agree with the tiled path on 64 tokens?"""
     if device not in ("cpu", "cuda"):
         return False
     generator = torch.Generator().manual_seed(0)
@@ -281,7 +281,7 @@ def fused_is_trusted(device: str, dtype: torch.dtype) -> bool:
         out, lse = _fused(scores, v)
     except (RuntimeError, NotImplementedError, AttributeError, TypeError):
         return False
-    expected, expected_lse = _blockwise(scores, v)
+    expected, expected_lse = _tiled(scores, v)
     tolerance = 1e-4 if dtype in (torch.float32, torch.float64) else 3e-2
     return bool(
         (out - expected).abs().max() < tolerance and (lse - expected_lse).abs().max() < tolerance

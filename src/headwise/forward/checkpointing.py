@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager
+from functools import partial
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from headwise.models.architectures import blocks_of
+from headwise.forward.replaced_forward import Forward, replaced_forward
+from headwise.models.architectures import layers_of
 
 
-def checkpointed(model: PreTrainedModel, first: int) -> Any:
-    """Recompute the activations of layers from `first` on in the backward pass."""
-    return _checkpointing(blocks_of(model)[first:])
+def checkpointed(model: PreTrainedModel, first: int) -> AbstractContextManager[None]:
+    """Recompute the activations of layers from `first` on in the backward pass.
+
+    Around accelerate's hooks: the second run of a layer needs its weights as the first did.
+    """
+    return replaced_forward(layers_of(model)[first:], _recomputing, around_hooks=True)
 
 
-@contextmanager
-def _checkpointing(blocks: list[nn.Module]) -> Iterator[None]:
+def _recomputing(layer: nn.Module, previous: Forward) -> Forward:
     from torch.utils.checkpoint import checkpoint
 
-    def wrap(block: nn.Module) -> Callable[..., Any]:
-        inner = block.forward
-        return lambda *args, **kwargs: checkpoint(inner, *args, use_reentrant=False, **kwargs)
-
-    try:
-        for block in blocks:
-            block.__dict__["forward"] = wrap(block)
-        yield
-    finally:
-        for block in blocks:
-            block.__dict__.pop("forward", None)
+    return partial(checkpoint, previous, use_reentrant=False)

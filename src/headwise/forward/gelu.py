@@ -1,28 +1,24 @@
-"""A faster tanh GELU for the family that spells its own out (BLOOM), forward and backward."""
+"""A faster tanh GELU for families that spell their own out, forward and backward."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from headwise.forward.replaced_forward import replaced_forward
+from headwise.models.architectures import architecture_of
 
-@contextmanager
-def fused_gelu(model: PreTrainedModel) -> Iterator[None]:
-    """BLOOM spells its tanh GELU out in seven passes over memory; torch has it in one."""
-    modules = [module for module in model.modules() if type(module).__name__ == "BloomGelu"]
-    try:
-        for module in modules:
-            module.__dict__["forward"] = _gelu
-        yield
-    finally:
-        for module in modules:
-            module.__dict__.pop("forward", None)
+
+def fused_gelu(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """One pass over memory where the family's own tanh GELU takes several (BLOOM: seven)."""
+    slow = architecture_of(model).slow_gelu
+    modules = [module for module in model.modules() if type(module).__name__ == slow]
+    return replaced_forward(modules, lambda module, previous: _gelu)
 
 
 def _gelu(x: Tensor) -> Tensor:

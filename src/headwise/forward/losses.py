@@ -1,14 +1,16 @@
 """Next-token losses of any family without the T x vocabulary logits existing at once.
 
 One definition for training, perplexity and ablation: the backbone's last hidden states, then the
-model's own output head a chunk of positions at a time. The gradient of the hidden states is taken
-chunk by chunk in the forward pass, so logits are never kept for the backward one.
+model's own output head, one chunk of positions at a time. The gradient of the hidden states is
+taken chunk by chunk in the forward pass, so logits are not kept for the backward one.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +18,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from headwise.forward.replaced_forward import replaced_forward
+from headwise.models.architectures import architecture_of
 
 IGNORED = -100
 
@@ -41,15 +46,34 @@ def shifted_targets(
 
 def logits_of(model: PreTrainedModel, hidden: Float[Tensor, "... hidden"]) -> Tensor:
     """The model's own output head: projection, then the scaling or cap of its family."""
-    logits: Tensor = model.get_output_embeddings()(hidden)
-    config = model.config.get_text_config()
-    scaling = getattr(config, "logits_scaling", None)  # granite
-    if scaling:
-        logits = logits / scaling
-    cap = getattr(config, "final_logit_softcapping", None)  # gemma 2
-    if cap:
-        logits = cap * torch.tanh(logits / cap)
-    return logits
+    scale = _scale_of(model)
+    logits = scale.linear(model.get_output_embeddings()(hidden))
+    return logits if scale.cap is None else scale.cap * torch.tanh(logits / scale.cap)
+
+
+@dataclass(frozen=True)
+class _LogitScale:
+    """What a family does to the projected hidden states before they are logits."""
+
+    times: float
+    over: float
+    cap: float | None
+
+    def linear(self, x: Tensor) -> Tensor:
+        """All but the cap; gradients go back through the same map."""
+        if self.times != 1.0:
+            x = x * self.times
+        return x if self.over == 1.0 else x / self.over
+
+
+def _scale_of(model: PreTrainedModel) -> _LogitScale:
+    row, config = architecture_of(model), model.config.get_text_config()
+
+    def number(name: str) -> float | None:
+        return getattr(config, name, None) or None if name else None
+
+    times, over = number(row.logits_times), number(row.logits_over)
+    return _LogitScale(times or 1.0, over or 1.0, number(row.logits_cap))
 
 
 def token_losses(
@@ -99,11 +123,12 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         gradient = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
-        head = _in_place_head(model)
+        scale = _scale_of(model)
+        in_place = _is_linear(model) and scale.cap is None
         for rows in _chunks(model, chosen):
             part, wanted = hidden[rows], targets[rows]
-            if head is not None:
-                loss, slope = _fused_chunk(*head, part, wanted, gradient is not None)
+            if in_place:
+                loss, slope = _fused_chunk(model, scale, part, wanted, gradient is not None)
             else:
                 loss, slope = _autograd_chunk(model, part, wanted, gradient is not None)
             total += loss
@@ -118,28 +143,36 @@ class _ChunkedLoss(torch.autograd.Function):
         return grads[0].to(ctx.saved_tensors[0]) * ctx.saved_tensors[0], None, None, None
 
 
-def _in_place_head(model: PreTrainedModel) -> tuple[nn.Linear, float] | None:
-    """The output projection and its scaling, if that is all there is between hidden and logits."""
+def _is_linear(model: PreTrainedModel) -> bool:
+    """Whether the output head is a plain projection; one with a foreign forward must be called."""
     head = model.get_output_embeddings()
-    config = model.config.get_text_config()
-    if type(head) is not nn.Linear or getattr(config, "final_logit_softcapping", None):
-        return None
-    return head, float(getattr(config, "logits_scaling", None) or 1.0)
+    own = "forward" not in vars(head) or "_hf_hook" in vars(head)
+    return type(head) is nn.Linear and own
 
 
 def _fused_chunk(
-    head: nn.Linear, scaling: float, hidden: Tensor, targets: Tensor, sloped: bool
+    model: PreTrainedModel, scale: _LogitScale, hidden: Tensor, targets: Tensor, sloped: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The chunk's loss and slope as the head's own forward, so that accelerate's hook brings it."""
+    head = model.get_output_embeddings()
+    with replaced_forward([head], lambda module, previous: partial(_in_place, module, scale)):
+        found: tuple[Tensor, Tensor | None] = head.forward(hidden, targets, sloped)
+    return found
+
+
+def _in_place(
+    head: Any, scale: _LogitScale, hidden: Tensor, targets: Tensor, sloped: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Loss and its gradient from one buffer: logits become probabilities, then their slope."""
     buffer = F.linear(hidden, head.weight, head.bias)
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     for piece, wanted in zip(buffer.split(_CACHED_ROWS), targets.split(_CACHED_ROWS), strict=True):
-        logits = piece.float() if scaling == 1.0 else piece.float() / scaling
+        logits = scale.linear(piece.float())
         lse = logits.logsumexp(-1, keepdim=True)
         total += (lse - logits.gather(1, wanted[:, None])).sum()
         if sloped:
             slope = torch.exp(logits - lse).scatter_add_(1, wanted[:, None], -torch.ones_like(lse))
-            piece.copy_(slope if scaling == 1.0 else slope / scaling)
+            piece.copy_(scale.linear(slope))
     return total, buffer @ head.weight if sloped else None
 
 

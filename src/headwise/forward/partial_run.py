@@ -7,15 +7,16 @@ Used to skip frozen layers in training and to price ablations without re-running
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headwise.models.architectures import attention_of, blocks_of
+from headwise.forward.replaced_forward import replaced_forward
+from headwise.models.architectures import architecture_of, attention_of, layers_of
 
 Hidden = Float[Tensor, "text position hidden"]
 
@@ -32,7 +33,7 @@ def layer_input(model: PreTrainedModel, ids: Int[Tensor, "text position"], layer
         seen.append(_first(args, kwargs).detach())
         raise _StopError
 
-    handle = blocks_of(model)[layer].register_forward_pre_hook(stop, with_kwargs=True)
+    handle = layers_of(model)[layer].register_forward_pre_hook(stop, with_kwargs=True)
     try:
         model.base_model(input_ids=ids, use_cache=False)
     except _StopError:
@@ -58,7 +59,7 @@ def layer_inputs(
     def keep_attention(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         attended.append(output)
 
-    handles = [b.register_forward_pre_hook(keep, with_kwargs=True) for b in blocks_of(model)]
+    handles = [one.register_forward_pre_hook(keep, with_kwargs=True) for one in layers_of(model)]
     modules = [attention_of(model, layer) for layer in range(len(handles))]
     handles.extend(module.register_forward_hook(keep_attention) for module in modules)
     try:
@@ -69,18 +70,15 @@ def layer_inputs(
     return inputs, attended, last
 
 
-@contextmanager
-def replaced_attention(model: PreTrainedModel, layer: int, output: Any) -> Iterator[None]:
+def replaced_attention(
+    model: PreTrainedModel, layer: int, output: Any
+) -> AbstractContextManager[None]:
     """The attention module of one layer does not run: it returns `output`."""
-    module = attention_of(model, layer)
-    before = module.__dict__.get("forward")  # an open tap or accelerate may have put one there
-    module.__dict__["forward"] = lambda *args, **kwargs: output
-    try:
-        yield
-    finally:
-        module.__dict__.pop("forward")
-        if before is not None:
-            module.__dict__["forward"] = before
+    return replaced_forward(
+        [attention_of(model, layer)],
+        lambda module, previous: lambda *args, **kwargs: output,
+        around_hooks=True,
+    )
 
 
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -92,57 +90,33 @@ def run_from(
     model: PreTrainedModel, ids: Int[Tensor, "text position"], layer: int, hidden: Hidden
 ) -> Hidden:
     """The last hidden states when `hidden` enters `layer`; `ids` only gives the shape."""
-    if layer == 0:
-        with _swapped_input(blocks_of(model)[0], hidden):
-            return _last(model, ids)
-    with (
-        _passing_through(blocks_of(model)[:layer]),
-        _swapped_input(blocks_of(model)[layer], hidden),
-    ):
-        return _last(model, ids)
-
-
-def _last(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    last: Tensor = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    with _passing_through(model, layer), _swapped_input(layers_of(model)[layer], hidden):
+        last: Tensor = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     return last
 
 
 @contextmanager
-def _swapped_input(block: nn.Module, hidden: Hidden) -> Iterator[None]:
+def _swapped_input(layer: nn.Module, hidden: Hidden) -> Iterator[None]:
     def swap(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
             return (hidden, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": hidden}
 
-    handle = block.register_forward_pre_hook(swap, with_kwargs=True)
+    handle = layer.register_forward_pre_hook(swap, with_kwargs=True)
     try:
         yield
     finally:
         handle.remove()
 
 
-@contextmanager
-def _passing_through(blocks: list[nn.Module]) -> Iterator[None]:
-    try:
-        for block in blocks:
-            block.__dict__["forward"] = _pass_through(_returns_tuple(block))
-        yield
-    finally:
-        for block in blocks:
-            block.__dict__.pop("forward", None)
+def _passing_through(model: PreTrainedModel, stop: int) -> AbstractContextManager[None]:
+    """Layers below `stop` do not run, nor do their hooks: no weights are brought for them."""
+    as_tuple = architecture_of(model).layer_returns_tuple
 
-
-def _pass_through(as_tuple: bool) -> Callable[..., Any]:
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def pass_on(*args: Any, **kwargs: Any) -> Any:
         hidden = _first(args, kwargs)
         return (hidden, None) if as_tuple else hidden
 
-    return forward
-
-
-# Families whose layers return (hidden, weights) rather than hidden alone
-_TUPLES = ("BloomBlock", "MptBlock", "FalconDecoderLayer", "GPTJBlock")
-
-
-def _returns_tuple(block: nn.Module) -> bool:
-    return type(block).__name__ in _TUPLES
+    return replaced_forward(
+        layers_of(model)[:stop], lambda layer, previous: pass_on, around_hooks=True
+    )

@@ -1,9 +1,9 @@
 """Is the architecture known, and are its heads separable? The gate for every row of the table.
 
-Names in a table prove nothing, behaviour does: noise in one query block must change that head and
-no other, noise in a key or value block exactly the heads of its group, each must change only the
-queries, keys or values it is named after, and a zeroed output block must give the same logits as
-removing the head's output while the model runs.
+Names in a table prove nothing, behaviour does: noise in one head's query weights must change that
+head and no other, noise in key or value weights exactly the heads of their group, each must change
+only the queries, keys or values it is named after, and zeroed output weights must give the same
+logits as removing the head's output while the model runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from transformers import PreTrainedModel
 from headwise.errors import UnknownArchitectureError
 from headwise.forward.tap import Sight, tapped
 from headwise.heads import Head
-from headwise.models.architectures import Role, geometry_of, weight_of
+from headwise.models.architectures import device_of, geometry_of, weight_of
+from headwise.models.family import Role
 from headwise.models.slices import Span, head_spans, read_slices, spans_of, write_slices
 
 NUM_TOKENS = 12
@@ -32,7 +33,7 @@ TOLERANCE = 2e-4  # of the logits' own size: float32 sums in another order
 
 @dataclass(frozen=True)
 class Probe:
-    """One tried block: which heads should have moved, which did, and by which of q, k and v."""
+    """One tried slice: which heads should have moved, which did, and by which of q, k and v."""
 
     head: Head
     role: Role
@@ -94,7 +95,7 @@ class HeadCheck:
                 )
         if self.logit_change >= TOLERANCE:
             return f"the tap changes the logits by {self.logit_change:.1e} of their size"
-        return f"a zeroed output block differs from ablation by {self.silencing_error:.1e}"
+        return f"zeroing its output weights differs from ablation by {self.silencing_error:.1e}"
 
 
 def check_heads(model: PreTrainedModel, *, seed: int = 0) -> HeadCheck:
@@ -104,7 +105,7 @@ def check_heads(model: PreTrainedModel, *, seed: int = 0) -> HeadCheck:
     generator = torch.Generator().manual_seed(seed)
     vocabulary = len(weight_of(model.get_input_embeddings()))
     ids = torch.randint(0, vocabulary, (1, NUM_TOKENS), generator=generator)
-    ids = ids.to(next(model.parameters()).device)
+    ids = ids.to(device_of(model))
     heads = [
         Head(layer, index)
         for layer in _ends(geometry.num_layers)
@@ -158,7 +159,7 @@ def _require_row_fits(model: PreTrainedModel) -> None:
     except (AttributeError, RuntimeError, IndexError) as error:
         raise UnknownArchitectureError(
             f"the row for {model.config.model_type!r} does not fit this model ({error})",
-            fix="correct the row in headwise/architectures.py",
+            fix="correct the row in src/headwise/models/families.py",
         ) from None
 
 

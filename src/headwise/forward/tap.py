@@ -7,14 +7,14 @@ Q/K capture, ablation and the fast training attention all read from here.
 
 Two ways in. Families with transformers' AttentionInterface get a registered function, and a
 registered mask function with it: without one, transformers silently drops the causal mask. The
-others (bloom, falcon, mpt, gptj) get their attention module's `forward` replaced while tapped.
+others have an `attention_call` in their row of `models/families.py`, and their attention modules
+get a forward around it while tapped.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,9 @@ from transformers.masking_utils import (
 
 from headwise.errors import HeadwiseError
 from headwise.forward.attention import Scores, attend
-from headwise.models.architectures import alibi_slopes, architecture_of, attention_of, geometry_of
+from headwise.forward.replaced_forward import Forward, replaced_forward
+from headwise.models.architectures import alibi_slopes, architecture_of, attention_of, layers_of
+from headwise.models.family import Architecture, AttentionCall
 
 NAME = "headwise"
 
@@ -55,6 +57,7 @@ class _Tap:
     """The tap that is open now: attention modules by identity, and who reads."""
 
     layers: dict[int, int]
+    row: Architecture
     reader: Reader | None
     slopes: Tensor | None
     own_implementation: str  # of the model when it is not tapped
@@ -79,17 +82,18 @@ def tapped(model: PreTrainedModel, reader: Reader | None = None) -> Iterator[Non
 
     Calls of the model inside must not use a key/value cache: `model(..., use_cache=False)`.
     """
-    modules = [attention_of(model, layer) for layer in range(geometry_of(model).num_layers)]
+    modules = [attention_of(model, layer) for layer in range(len(layers_of(model)))]
     slopes = alibi_slopes(model)
     tap = _Tap(
         {id(module): layer for layer, module in enumerate(modules)},
+        architecture_of(model),
         reader,
         None if slopes is None else slopes.float(),
         _own_implementation(model),
     )
     _open.append(tap)
     try:
-        with _implementation(model, NAME), _forwards(model, modules):
+        with _implementation(model, NAME), _forwards(tap.row, modules):
             yield
     finally:
         _open.remove(tap)
@@ -97,8 +101,8 @@ def tapped(model: PreTrainedModel, reader: Reader | None = None) -> Iterator[Non
         raise HeadwiseError(
             "the tap saw no layer: the model did not run, or its attention bypasses the tap",
             where=f"model_type={model.config.model_type!r}",
-            fix="run the model inside the `with`; if it did run, set interface=False in its row "
-            "and give it a forward in headwise/tap.py",
+            fix="run the model inside the `with`; if it did run, give its row an "
+            "attention_call in src/headwise/models/families.py",
         )
 
 
@@ -122,34 +126,27 @@ def _implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
             config._attn_implementation = before[key]
 
 
-@contextmanager
-def _forwards(model: PreTrainedModel, modules: list[nn.Module]) -> Iterator[None]:
-    """Replace `forward` on the instances of families that bypass the interface, then restore."""
-    if architecture_of(model).interface:
-        yield
-        return
-    forward = _FORWARDS[str(model.config.model_type)]
-    # an outer tap or accelerate may have put its own `forward` on the instance: keep it
-    before = [module.__dict__.get("forward") for module in modules]
-    try:
-        for module in modules:
-            module.__dict__["forward"] = _bound(forward, module)
-        yield
-    finally:
-        for module, own in zip(modules, before, strict=True):
-            module.__dict__.pop("forward", None)
-            if own is not None:
-                module.__dict__["forward"] = own
+def _forwards(row: Architecture, modules: list[nn.Module]) -> AbstractContextManager[None]:
+    """Another forward for attention modules of families that bypass the interface."""
+    call = row.attention_call
+    if call is None:
+        return nullcontext()
+    return replaced_forward(modules, lambda module, previous: _attending(module, call))
 
 
-def _bound(forward: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-    def bound(*args: Any, **kwargs: Any) -> Any:
+def _attending(module: nn.Module, call: Callable[..., AttentionCall]) -> Forward:
+    def forward(*args: Any, **kwargs: Any) -> Any:
         for name in ("layer_past", "past_key_values"):
             if kwargs.get(name) is not None:
                 raise _cache_error(module)
-        return forward(module, *args, **kwargs)
+        tap = _open[-1]
+        made = call(module, tap.own_implementation, *args, **kwargs)
+        bias = _alibi(made.k) if made.alibi else made.bias
+        scores = _scores(module, made.q, made.k, made.scale, bias=bias, **_mask_parts(made.mask))
+        out = tap.show(module, scores, made.v)
+        return made.finish(out.transpose(1, 2).flatten(2))  # (batch, query, head * dim)
 
-    return bound
+    return forward
 
 
 def _cache_error(module: nn.Module) -> HeadwiseError:
@@ -232,9 +229,8 @@ def _compact_mask(
         )
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is None or bool(padding.all()):
-        if getattr(rest.get("config"), "model_type", "") != "mpt":
+        if not _open[-1].row.needs_mask:
             return None
-        # MPT calls .to(bool) on the mask whatever it is, so "all visible" must be a tensor
         padding = torch.ones(rest["batch_size"], kv_length, device=rest.get("device"))
     return padding.bool()[:, None, None, :]
 
@@ -251,104 +247,3 @@ def _alibi(k: Tensor) -> Float[Tensor, "1 head 1 key"]:
     assert slopes is not None
     position = torch.arange(k.shape[2], device=k.device, dtype=torch.float32)
     return (slopes.to(k.device)[:, None] * position)[None, :, None, :]
-
-
-def _merged(out: Tensor) -> Tensor:
-    return out.transpose(1, 2).flatten(2)  # (batch, query, head * dim)
-
-
-def _bloom(
-    module: Any,
-    hidden_states: Tensor,
-    residual: Tensor,
-    alibi: Tensor,
-    attention_mask: Tensor | None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    q, k, v = module._reshape(module.query_key_value(hidden_states))
-    scores = _scores(
-        module, q, k, module.inv_norm_factor, bias=_alibi(k), **_mask_parts(attention_mask)
-    )
-    out = module.dense(_merged(_open[-1].show(module, scores, v)))
-    return residual + out, None
-
-
-def _mpt(
-    module: Any,
-    hidden_states: Tensor,
-    position_bias: Tensor,
-    past_key_values: None = None,
-    attention_mask: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    mixed = module.Wqkv(hidden_states)
-    if module.clip_qkv:
-        mixed = mixed.clamp(-module.clip_qkv, module.clip_qkv)
-    heads = mixed.unflatten(-1, (3, module.n_heads, module.head_dim)).permute(2, 0, 3, 1, 4)
-    q, k, v = heads.unbind(0)
-    scores = _scores(
-        module, q, k, module.softmax_scale, bias=_alibi(k), **_mask_parts(attention_mask)
-    )
-    return module.out_proj(_merged(_open[-1].show(module, scores, v))), None
-
-
-def _falcon(
-    module: Any,
-    hidden_states: Tensor,
-    alibi: Tensor | None,
-    attention_mask: Tensor | None,
-    position_embeddings: tuple[Tensor, Tensor] | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
-
-    group = module.num_heads // module.num_kv_heads
-    fused = module.query_key_value(hidden_states)
-    fused = fused.unflatten(-1, (module.num_kv_heads, group + 2, module.head_dim))
-    q = fused[..., :-2, :].flatten(2, 3).transpose(1, 2)
-    k, v = fused[..., -2, :].transpose(1, 2), fused[..., -1, :].transpose(1, 2)
-    parts = _mask_parts(attention_mask)
-    if alibi is None:
-        assert position_embeddings is not None
-        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
-    else:
-        # Falcon rounds its bias to bfloat16 in every precision, so the model's own tensor is used.
-        # Its eager code adds the bias twice (once in the mask, transformers 5.22); sdpa does not.
-        times = 2 if _open[-1].own_implementation == "eager" else 1
-        bias = alibi.reshape(q.shape[0], module.num_heads, 1, -1).float()
-        parts["bias"] = bias * (times * module.inv_norm_factor)
-    scores = _scores(module, q, k, 1 / math.sqrt(module.head_dim), **parts)
-    return module.dense(_merged(_open[-1].show(module, scores, v))), None
-
-
-def _gptj(
-    module: Any,
-    hidden_states: Tensor,
-    layer_past: None = None,
-    attention_mask: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    split = (module.num_attention_heads, module.head_dim)
-    names = (module.q_proj, module.k_proj, module.v_proj)
-    q, k, v = (projection(hidden_states).unflatten(-1, split) for projection in names)
-    q, k = (_gptj_rotate(module, x, position_ids).transpose(1, 2) for x in (q, k))
-    scores = _scores(module, q, k, 1 / float(module.scale_attn), **_mask_parts(attention_mask))
-    return module.out_proj(_merged(_open[-1].show(module, scores, v.transpose(1, 2)))), None
-
-
-def _gptj_rotate(module: Any, x: Tensor, position_ids: Tensor | None) -> Tensor:
-    from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb
-
-    table = module.embed_positions.to(x.device)[position_ids].to(x.dtype)
-    sin, cos = table.chunk(2, dim=-1)
-    width = module.rotary_dim or x.shape[-1]
-    return torch.cat([apply_rotary_pos_emb(x[..., :width], sin, cos), x[..., width:]], -1)
-
-
-_FORWARDS: dict[str, Callable[..., tuple[Tensor, None]]] = {
-    "bloom": _bloom,
-    "falcon": _falcon,
-    "gptj": _gptj,
-    "mpt": _mpt,
-}

@@ -16,14 +16,16 @@ from headwise.models.architectures import (
     positions_of,
     projection_of,
 )
+from headwise.models.offloading import held_tensor, parameter_shapes
 
 
 def weight_fingerprint(model: PreTrainedModel) -> str:
     """SHA-256 over the names, types, shapes and bits of all weights."""
     digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        digest.update(f"{name}{parameter.dtype}{tuple(parameter.shape)}".encode())
-        raw = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    for name in sorted(parameter_shapes(model)):
+        value = held_tensor(model, name)
+        digest.update(f"{name}{value.dtype}{tuple(value.shape)}".encode())
+        raw = value.cpu().contiguous().reshape(-1).view(torch.uint8)
         digest.update(raw.numpy().data)
     return digest.hexdigest()
 
@@ -44,7 +46,7 @@ def describe_model(model: PreTrainedModel, name: str | None = None) -> dict[str,
         "qkv_bias": getattr(projection_of(model, 0, "q"), "bias", None) is not None,
         "output_bias": getattr(projection_of(model, 0, "o"), "bias", None) is not None,
         "positions": positions_of(model),
-        "num_parameters": sum(p.numel() for p in model.parameters()),
+        "num_parameters": sum(shape.numel() for shape in parameter_shapes(model).values()),
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         **({} if slopes is None else {"slopes": [float(s) for s in slopes]}),
     }

@@ -26,10 +26,9 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from headwise.errors import ModelError
-from headwise.models.architectures import (
-    architecture_of,
-)
+from headwise.models.architectures import architecture_of
 from headwise.models.description import describe_model
+from headwise.models.offloading import held_tensor
 from headwise.models.patient import patient_dir
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
@@ -165,8 +164,8 @@ def _forget_quantization(model: PreTrainedModel) -> None:
 
 def require_finite(model: PreTrainedModel) -> None:
     """Refuse a model with NaN or infinite weights, naming the first one."""
-    for name, parameter in model.named_parameters():
-        if not bool(torch.isfinite(parameter.detach()).all()):
+    for name, _ in model.named_parameters():
+        if not bool(torch.isfinite(held_tensor(model, name)).all()):
             raise ModelError(
                 f"weights hold NaN or infinity, first in {name}",
                 where=model.config._name_or_path or model.config.model_type,

@@ -1,8 +1,7 @@
-"""Slices of a model's weights: where a head's numbers are, and the patch that changes them.
+"""Slices of a model's weights: where a head's numbers are, reading them and writing them.
 
-A `Span` is a range of rows or columns of one parameter and `Span.of` is a view of it, never a copy.
-`Patch` holds slices with what they replaced; it is the unit of saving, undoing, merging and
-counting, and the only thing in headwise that writes to a model.
+A `Span` is a range of rows or columns of one parameter; `Span.of` is a view of it, or a copy where
+accelerate has offloaded the parameter.
 """
 
 from __future__ import annotations
@@ -17,13 +16,14 @@ from transformers import PreTrainedModel
 from headwise.artefacts import content_hash
 from headwise.heads import Head
 from headwise.models.architectures import (
-    Role,
     architecture_of,
     geometry_of,
     is_transposed,
     projection_name,
     projection_of,
 )
+from headwise.models.family import Role
+from headwise.models.offloading import held_tensor, require_writable
 
 
 @dataclass(frozen=True, order=True)
@@ -36,8 +36,8 @@ class Span:
     stop: int
 
     def of(self, model: PreTrainedModel) -> Tensor:
-        """The slice itself, as a view of the model's tensor."""
-        return self.within(model.get_parameter(self.parameter))
+        """The slice itself: a view of the model's tensor, a copy of an offloaded one."""
+        return self.within(held_tensor(model, self.parameter))
 
     def within(self, tensor: Tensor) -> Tensor:
         """The same slice of any tensor of the parameter's shape."""
@@ -91,14 +91,16 @@ def _offset(model: PreTrainedModel, head: Head, role: Role) -> int:
     if row.order == "split":
         return (head.index if role == "q" else kv) * dim
     if row.order == "concat":
-        blocks = {"q": head.index, "k": geometry.num_heads + kv}
-        return blocks.get(role, geometry.num_heads + geometry.num_kv_heads + kv) * dim
+        before = {"q": 0, "k": geometry.num_heads, "v": geometry.num_heads + geometry.num_kv_heads}
+        return (before[role] + (head.index if role == "q" else kv)) * dim
     inside = {"q": head.index % group, "k": group, "v": group + 1}[role]
     return (kv * (group + 2) + inside) * dim
 
 
 def write_slices(model: PreTrainedModel, values: Mapping[Span, Tensor]) -> None:
     """Copy values into the model's own tensors, rounding to their type."""
+    for name in {span.parameter for span in values}:
+        require_writable(model, name)
     with torch.no_grad():
         for span, value in values.items():
             span.of(model).copy_(value)

@@ -272,7 +272,8 @@ def _pre_rotation_module(
 
 def _split(model: PreTrainedModel, parts: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     geometry = geometry_of(model)
-    clip = getattr(model.config.get_text_config(), "clip_qkv", None)  # olmo, before it rotates
+    name = architecture_of(model).clip
+    clip = getattr(model.config.get_text_config(), name, None) if name else None
     if clip is not None:
         parts = {role: value.clamp(-clip, clip) for role, value in parts.items()}
     heads, kv, dim = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim

@@ -20,6 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from headwise.forward.frozen import frozen
 from headwise.forward.gelu import fused_gelu
 from headwise.forward.losses import shifted_targets, summed_loss, token_losses
 from headwise.forward.partial_run import layer_inputs, replaced_attention, run_from
@@ -240,15 +241,9 @@ def first_order_importance(
     geometry = geometry_of(model)
     estimate = torch.zeros(geometry.num_layers, geometry.num_heads, dtype=torch.float64)
     tokens = sum(len(ids) - 1 for ids in encoded)
-    flags = [(p, p.requires_grad) for p in model.parameters()]
-    for parameter, _ in flags:
-        parameter.requires_grad_(False)
-    try:
+    with frozen(model):
         for batch in batches(encoded, batch_size):
             _add_first_order(model, batch, estimate)
-    finally:
-        for parameter, flag in flags:
-            parameter.requires_grad_(flag)
     return (estimate / tokens).numpy()
 
 

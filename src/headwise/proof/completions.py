@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from headwise.artefacts import content_hash
 from headwise.bundled import DATA
 from headwise.errors import TextError
-from headwise.models.architectures import device_of
+from headwise.models.architectures import architecture_of, device_of
 from headwise.progress import track
 
 PROMPTS = DATA / "prompts" / "completions.jsonl"
@@ -145,9 +145,8 @@ def _sample(
 
 
 def _position_options(model: PreTrainedModel, positions: Tensor) -> dict[str, Tensor]:
-    """ALiBi models derive positions from the mask and take no position ids."""
-    takes = model.config.model_type not in ("bloom", "mpt", "opt")
-    return {"position_ids": positions} if takes else {}
+    """Some families derive positions from the mask and take no position ids."""
+    return {"position_ids": positions} if architecture_of(model).takes_position_ids else {}
 
 
 def _left_padded(encoded: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:

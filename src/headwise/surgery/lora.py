@@ -13,7 +13,8 @@ import torch
 from transformers import PreTrainedModel
 
 from headwise.errors import HeadwiseError
-from headwise.models.architectures import Role, is_transposed, projection_name, projection_of
+from headwise.models.architectures import is_transposed, projection_name, projection_of
+from headwise.models.family import Role
 from headwise.models.patch import Slice
 from headwise.models.slices import Span
 from headwise.surgery.plan import SurgeryPlan

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from headwise.artefacts import write_text
 from headwise.diagnosis.values import Diagnosis
 from headwise.errors import ArtefactError, SelectionError
-from headwise.heads import Head, format_heads, named_blocks, select_heads
+from headwise.heads import Head, format_heads, named_ranges, select_heads
 from headwise.settings import read_yaml, validated
 
 PLAN_SCHEMA = "headwise.plan/1"
@@ -145,7 +145,7 @@ def make_plan(
             where=diagnosis.model["id"],
             fix=f"the diagnosis counts {diagnosis.counts['sick']} sick heads; try --heads all",
         )
-    zone = named_blocks(selection, **shape) or sets["band"]
+    zone = named_ranges(selection, **shape) or sets["band"]
     watched = [] if preset == "pass2" else [h for h in zone if h not in set(targets)]
     group = diagnosis.model["num_heads"] // diagnosis.model["num_kv_heads"]
     model = {key: diagnosis.model[key] for key in PlannedModel.model_fields}

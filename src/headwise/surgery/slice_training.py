@@ -22,6 +22,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from headwise.forward.frozen import frozen
+from headwise.forward.replaced_forward import Forward, replaced_forward
 from headwise.models.architectures import is_transposed
 from headwise.models.patch import Slice
 from headwise.models.slices import Span, write_slices
@@ -88,26 +90,19 @@ def write_masters(model: PreTrainedModel, masters: list[Master]) -> None:
 @contextmanager
 def training_slices(model: PreTrainedModel, masters: list[Master]) -> Iterator[None]:
     """While open, the model is frozen and its linears send slice gradients to the masters."""
-    flags = [(p, p.requires_grad) for p in model.parameters()]
-    modules: dict[str, dict[str, Master]] = {}
+    parts: dict[nn.Module, dict[str, Master]] = {}
     for master in masters:
         owner, _, kind = master.parameter.rpartition(".")
-        modules.setdefault(owner, {})[kind] = master
-    try:
-        for parameter, _ in flags:
-            parameter.requires_grad_(False)
-        for name, parts in modules.items():
-            module = model.get_submodule(name)
-            module.__dict__["forward"] = _slice_forward(module, parts)
+        parts.setdefault(model.get_submodule(owner), {})[kind] = master
+
+    def feeding(module: nn.Module, previous: Forward) -> Forward:
+        return _slice_forward(module, parts[module])
+
+    with frozen(model), replaced_forward(list(parts), feeding):
         yield
-    finally:
-        for name in modules:
-            model.get_submodule(name).__dict__.pop("forward", None)
-        for parameter, flag in flags:
-            parameter.requires_grad_(flag)
 
 
-def _slice_forward(module: Any, parts: Mapping[str, Master]) -> Any:
+def _slice_forward(module: Any, parts: Mapping[str, Master]) -> Forward:
     weight, bias = parts.get("weight"), parts.get("bias")
     transposed = is_transposed(module)
     # In (out, in) order a slice of outputs has axis 0, a slice of inputs axis 1.

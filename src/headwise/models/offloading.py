@@ -1,0 +1,74 @@
+"""Weights that accelerate keeps off the model and brings only while a module runs.
+
+Such a parameter is on the `meta` device between forward passes; its numbers are in the hook's
+`weights_map`, on the CPU or on disk. Here they are read from there, and writing is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from headwise.errors import ModelError
+
+
+def held_tensor(root: nn.Module, name: str) -> Tensor:
+    """A parameter by its dotted name, detached; of an offloaded one a copy where it would run."""
+    parameter = _tensor(root, name).detach()
+    if not parameter.is_meta:
+        return parameter
+    hook, inner = _offload(root, name)
+    value: Tensor = hook.weights_map[inner]
+    return value.detach().to(hook.execution_device)
+
+
+def parameter_shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
+    """The model's parameters by name; tied ones once, though offloading unties them."""
+    found = dict(model.named_parameters())
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
+    copies = {name for name in found if found[name].is_meta and tied.get(name) in found}
+    return {name: found[name].shape for name in found if name not in copies}
+
+
+def execution_device(root: nn.Module, name: str) -> torch.device:
+    """Where a parameter is when its module runs."""
+    parameter = _tensor(root, name)
+    if not parameter.is_meta:
+        return parameter.device
+    return torch.device(_offload(root, name)[0].execution_device)
+
+
+def require_writable(root: nn.Module, name: str) -> None:
+    """Refuse to write to a weight that accelerate would overwrite with its own copy."""
+    if _tensor(root, name).is_meta:
+        raise ModelError(
+            "the weights to change are offloaded to the CPU or to disk",
+            where=name,
+            fix="load the model without offloading: a smaller --dtype, or a --device-map whose "
+            "devices hold all of it",
+        )
+
+
+def _tensor(root: nn.Module, name: str) -> Tensor:
+    owner, _, own = name.rpartition(".")
+    tensor = getattr(root.get_submodule(owner), own)
+    assert isinstance(tensor, Tensor)
+    return tensor
+
+
+def _offload(root: nn.Module, name: str) -> tuple[Any, str]:
+    """The hook that loads a parameter, and its name there: on its module or one around it."""
+    parts = name.split(".")
+    for depth in range(len(parts) - 1, -1, -1):
+        hook: Any = vars(root.get_submodule(".".join(parts[:depth]))).get("_hf_hook")
+        for one in getattr(hook, "hooks", [hook]):  # a SequentialHook holds several
+            if getattr(one, "offload", False):
+                return one, ".".join(parts[depth:])
+    raise ModelError(
+        "a weight has no numbers: it is on the meta device and no accelerate hook loads it",
+        where=name,
+        fix="load the model with its weights",
+    )
