@@ -11,11 +11,11 @@ from conftest import SENTENCES
 from headwise.heads import format_heads, select_heads
 from headwise.models.architectures import geometry_of
 from headwise.models.description import describe_model
+from headwise.surgery.job import Job
 from headwise.surgery.operation import operate, unchanged
 from headwise.surgery.plan import PlannedModel, SurgeryPlan
 from headwise.surgery.recipe import Recipe
 from headwise.surgery.slice_training import make_masters
-from headwise.surgery.training import Job
 from headwise.texts.batches import Batch, batches
 from headwise.texts.corpus import Corpus
 from headwise.texts.text_sets import TextSet

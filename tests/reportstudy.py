@@ -17,7 +17,13 @@ from headwise.diagnosis.values import Thresholds, diagnosis_from
 from headwise.heads import Head, all_heads
 from headwise.intervals import mean_interval
 from headwise.proof.comparison import Snapshot, compare
-from headwise.proof.completions import Prompt, Sampling, completions_body, measure_text
+from headwise.proof.completed_texts import (
+    Completion,
+    Completions,
+    Prompt,
+    Sampling,
+    measure_text,
+)
 from headwise.proof.evaluation import Evaluation
 from headwise.proof.trajectories import run_maps
 from headwise.studies.study import Study
@@ -372,14 +378,6 @@ def write_completions(out: Path, arms: list[str]) -> None:
         rows = []
         for i, prompt in enumerate(prompts):
             text = EVIL if (name, i) == (arms[0], 0) else texts[i] + f" ({name})"
-            rows.append(
-                {
-                    "prompt": prompt.text,
-                    "category": prompt.category,
-                    "completion": text,
-                    "measures": measure_text(text, prompt),
-                }
-            )
+            rows.append(Completion(prompt, text, measure_text(text, prompt)))
         conditions[name] = rows
-    body = completions_body(conditions, Sampling(), {"versions": {"headwise": "x"}})
-    save_artefact(out / "completions.json", "completions", body)
+    Completions(conditions, Sampling()).save(out / "completions.json")

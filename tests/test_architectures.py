@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from conftest import _COMMON, TINY, sharp_model, tiny_model
 from headwise.errors import UnknownArchitectureError
-from headwise.forward.separability import check_heads
+from headwise.forward.separability import check as check_heads
 from headwise.heads import Head, all_heads
 from headwise.models import architectures
 from headwise.models.architectures import (

@@ -16,7 +16,7 @@ from headwise.heads import Head
 from headwise.models.architectures import geometry_of, positions_of
 from headwise.plasticity import capture
 from headwise.plasticity.buckets import Buckets
-from headwise.plasticity.capture import CaptureSettings, _vectors, capture_qk
+from headwise.plasticity.capture import CaptureSettings, _vectors
 from headwise.texts.text_sets import TextSet
 from planned import random_ids
 
@@ -172,7 +172,9 @@ def captured(speaker, out, **options):
     }
     settings = CaptureSettings(**{"buckets": "uniform:8", **changes})
     texts = options.pop("texts", TEXTS)
-    return capture_qk(model, tokenizer, texts, out=out, name="tiny", settings=settings, **options)
+    return capture.capture(
+        model, tokenizer, texts, out=out, name="tiny", settings=settings, **options
+    )
 
 
 def files(folder):

@@ -361,6 +361,17 @@ def test_losses_are_paired_by_document(small):
     assert paired["verdict"] == "no difference shown"
 
 
+def test_the_seed_moves_the_interval_and_nothing_else(small):
+    before, after, _ = small
+    sides = evaluated(before, [3.0, 9.0, 5.0, 2.0]), evaluated(after, [2.0, 9.5, 4.0, 2.5])
+    first, other = (compare(*sides, seed=seed).body for seed in (0, 1))
+    assert first == compare(*sides).body
+    left, right = (body["losses"]["prose"]["difference"] for body in (first, other))
+    assert left["value"] == right["value"]
+    assert (left["low"], left["high"]) != (right["low"], right["high"])
+    assert other["provenance"]["settings"] == {"seed": 1}
+
+
 def test_evaluations_of_other_bases_or_texts_are_refused(small):
     before, after, _ = small
     left = evaluated(before, [10.0, 20.0, 30.0, 40.0])

@@ -8,23 +8,22 @@ import pytest
 import torch
 
 from conftest import tiny_language_model
-from headwise.artefacts import load_artefact, save_artefact
+from headwise.artefacts import load_artefact
 from headwise.errors import HeadwiseError, TextError
-from headwise.proof.completions import (
+from headwise.proof.completed_texts import (
+    Completion,
     Prompt,
     Sampling,
     bundled_prompts,
-    complete,
-    completions_body,
     guess_language,
     measure_text,
-    prompt_seed,
     read_prompts,
     summarise,
 )
+from headwise.proof.completions import complete, complete_prompts, prompt_seed
 from headwise.proof.lm_eval import run_tasks
 from headwise.surgery.operation import operate
-from planned import plan_for
+from planned import plan_for, weight_bits
 
 HARNESS = Path(__file__).parent / "data" / "harness"
 SAMPLING = Sampling(new_tokens=12, temperature=1.0)
@@ -43,7 +42,8 @@ def speaker(request):
 
 
 def texts(model, tokenizer, prompts=PROMPTS, sampling=SAMPLING, **options):
-    return [row["completion"] for row in complete(model, tokenizer, prompts, sampling, **options)]
+    rows = complete_prompts(model, tokenizer, prompts, sampling, **options)
+    return [row.text for row in rows]
 
 
 def test_completions_do_not_depend_on_batch_or_neighbours(speaker, tokenizer):
@@ -121,15 +121,15 @@ def test_there_are_ten_prompts_in_each_of_five_categories():
 def test_measures_of_texts_made_by_hand():
     english = Prompt("The story of the house and the garden")
     varied = measure_text("one two three four five six", english)
-    assert (varied["words"], varied["distinct_1"], varied["repetition"]) == (6, 1.0, 0.0)
+    assert (varied.words, varied.distinct_1, varied.repetition) == (6, 1.0, 0.0)
     stuck = measure_text("go on go on go on go on go on", english)
-    assert stuck["distinct_1"] == pytest.approx(2 / 10)
-    assert stuck["distinct_2"] == pytest.approx(2 / 9)
-    assert stuck["repetition"] == pytest.approx(1 - 2 / 7)
+    assert stuck.distinct_1 == pytest.approx(2 / 10)
+    assert stuck.distinct_2 == pytest.approx(2 / 9)
+    assert stuck.repetition == pytest.approx(1 - 2 / 7)
     markup = measure_text("<b>bold</b> text", english)
-    assert markup["markup_share"] == pytest.approx(7 / 16)
+    assert markup.markup_share == pytest.approx(7 / 16)
     empty = measure_text("", english)
-    assert (empty["words"], empty["distinct_1"], empty["markup_share"]) == (0, 1.0, 0.0)
+    assert (empty.words, empty.distinct_1, empty.markup_share) == (0, 1.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -148,14 +148,14 @@ def test_languages_are_guessed_by_function_words(text, language):
 
 def test_a_change_of_language_is_seen():
     french = Prompt("le chat est dans la maison et il dort")
-    assert measure_text("the cat and the dog is in the house", french)["language_drift"]
-    assert not measure_text("le chien est dans la rue", french)["language_drift"]
-    assert not measure_text("42", french)["language_drift"]
+    assert measure_text("the cat and the dog is in the house", french).language_drift
+    assert not measure_text("le chien est dans la rue", french).language_drift
+    assert not measure_text("42", french).language_drift
 
 
 def test_summaries_are_means_for_all_and_by_category():
     rows = [
-        {"category": name, "measures": {**measure_text(text, Prompt("the"))}}
+        Completion(Prompt("the", name), text, measure_text(text, Prompt("the")))
         for name, text in (("a", "one two"), ("a", "one"), ("b", "one two three four"))
     ]
     found = summarise(rows)
@@ -167,13 +167,27 @@ def test_completions_make_an_artefact_of_equal_bytes(tokenizer, tmp_path):
     model = tiny_language_model("gpt2")
     files = []
     for name in "ab":
-        rows = complete(model, tokenizer, PROMPTS[:2], SAMPLING)
-        body = completions_body({"stock": rows}, SAMPLING, {"model": "tiny"})
-        files.append(save_artefact(tmp_path / f"{name}.json", "completions", body))
+        found = complete(model, tokenizer, PROMPTS[:2], SAMPLING)
+        files.append(found.save(tmp_path / f"{name}.json"))
     assert files[0].read_bytes() == files[1].read_bytes()
     body = load_artefact(files[0], "completions")
     assert body["sampling"]["new_tokens"] == 12
     assert body["conditions"]["stock"][0]["prompt"] == PROMPTS[0].text
+
+
+def test_conditions_stand_side_by_side_and_the_model_is_left_as_it_was(tokenizer, tmp_path):
+    model = tiny_language_model("bloom")
+    patch = operate(model, plan_for(model, "all"))
+    path = patch.save(tmp_path / "patch.safetensors")
+    before = weight_bits(model)
+    both = {"in hand": [patch], "from a file": [path]}
+    found = complete(model, tokenizer, PROMPTS[:2], SAMPLING, patches=both).conditions
+    assert list(found) == ["stock", *both]
+    assert found["in hand"] == found["from a file"] != found["stock"]
+    assert weight_bits(model) == before
+    with pytest.raises(HeadwiseError, match="base"):  # the second does not fit on the first
+        complete(model, tokenizer, PROMPTS[:1], SAMPLING, patches={"twice": [patch, patch]})
+    assert weight_bits(model) == before
 
 
 @pytest.mark.parametrize(

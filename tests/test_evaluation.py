@@ -382,9 +382,25 @@ def test_an_evaluation_holds_what_compare_needs_and_survives_its_file(evaluated,
     again = Evaluation.load(path)
     assert again.body["text_sets"] == body["text_sets"]
     assert again.diagnosis.counts == evaluated.diagnosis.counts
-    assert again.perplexity("five")["low"] <= again.perplexity("five")["value"]
+    perplexity = again.body["text_sets"]["five"]["perplexity"]
+    assert perplexity["low"] <= perplexity["value"]
     first = path.read_bytes()
     assert evaluated.save(path).read_bytes() == first
+
+
+def test_the_seed_of_an_evaluation_is_the_bootstraps(tokenizer):
+    model = tiny_language_model("bloom")
+    bodies = [
+        evaluate(model, tokenizer, [TEXTS], ablated=[Head(0, 1)], window=32, seed=seed).body
+        for seed in (0, 7)
+    ]
+    assert [body["provenance"]["settings"]["seed"] for body in bodies] == [0, 7]
+    for found in (
+        [body["text_sets"]["five"]["loss"] for body in bodies],
+        [body["heads"]["ablation_zero"]["L0H1"] for body in bodies],
+    ):
+        assert found[0]["value"] == found[1]["value"]
+        assert found[0]["low"] != found[1]["low"]
 
 
 def test_which_heads_are_ablated():

@@ -128,3 +128,20 @@ def test_there_is_no_drawer():
 
 def test_the_formatter_wins():
     assert not [path.name for path in MODULES if "fmt: " + "skip" in path.read_text()]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=ids)
+def test_only_the_command_line_draws(path):
+    """The library reports through a callback; what is shown, and where, is its caller's choice."""
+    modules = {
+        name.split(".")[0]
+        for node in ast.walk(ast.parse(path.read_text()))
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }
+    assert room(path) == "cli" or not modules & {"rich", "typer", "tqdm"}

@@ -20,7 +20,7 @@ from headwise.plasticity.head_group import HeadFailure, HeadResult, analyse_grou
 from headwise.plasticity.normality import describe_sample, ks_distance, lilliefors_p_values
 from headwise.plasticity.query_model import reflect_onto
 from headwise.plasticity.reader import find_heads, group_heads, read_vectors
-from headwise.plasticity.run import compute_plasticity, load_settings
+from headwise.plasticity.run import load_settings, measure_plasticity
 from headwise.plasticity.settings import PlasticitySettings
 from headwise.plasticity.tables import head_row
 
@@ -145,7 +145,7 @@ def test_all_pairs_equal_the_independent_reference(name, definition):
 @pytest.mark.parametrize("name", ["log", "sliding"])
 def test_sampled_linear_diagonal_is_the_public_code(name, tmp_path):
     out = tmp_path / "out"
-    compute_plasticity(
+    measure_plasticity(
         DATA / name / "data",
         out=out,
         definition="linear-diagonal",
@@ -359,26 +359,26 @@ def outputs(folder: Path) -> dict[str, bytes]:
 
 def test_workers_and_resume_give_the_same_bytes(tmp_path):
     root, seen = DATA / "sliding" / "data", []
-    one = compute_plasticity(root, out=tmp_path / "1", max_workers=1)
-    compute_plasticity(root, out=tmp_path / "2", max_workers=2, progress=lambda *n: seen.append(n))
-    assert seen[-1] == (4, 4)
+    one = measure_plasticity(root, out=tmp_path / "1", max_workers=1)
+    measure_plasticity(root, out=tmp_path / "2", max_workers=2, progress=lambda *n: seen.append(n))
+    assert seen[-1] == ("heads", 4, 4, "")
     assert not one.failures
     expected = outputs(tmp_path / "1")
     assert outputs(tmp_path / "2") == expected
     (tmp_path / "2" / ".heads" / "l01h00.json").unlink()
     (tmp_path / "2" / ".heads" / "l00h01.json").write_text('{"schema": "headw')
     seen.clear()
-    compute_plasticity(
+    measure_plasticity(
         root, out=tmp_path / "2", resume=True, progress=lambda *n: seen.append(n), max_workers=1
     )
-    assert seen[0][0] == 3  # two were kept
+    assert seen[0][1] == 3  # two were kept
     assert outputs(tmp_path / "2") == expected
-    other = compute_plasticity(root, out=tmp_path / "2", resume=True, definition="full")
+    other = measure_plasticity(root, out=tmp_path / "2", resume=True, definition="full")
     assert other.heads != one.heads  # other settings: nothing is reused
 
 
 def test_csv_columns_and_summary(tmp_path, small):
-    result = compute_plasticity(small, out=tmp_path / "out")
+    result = measure_plasticity(small, out=tmp_path / "out")
     head = (tmp_path / "out" / "head_metrics.csv").read_text().splitlines()[0].split(",")
     documented = (
         "layer,q_head,k_head,n_q_tokens,n_k_tokens,d_model,q_R2_pos,q_R2_scalar,q_mae_baseline,"
@@ -419,13 +419,13 @@ def test_a_failed_head_is_told_and_the_rest_is_kept(tmp_path, small):
     rng = np.random.default_rng(0)
     broken = np.full((240, 5), np.nan)
     write_head(small, "l00h01q", rng, vector=vectors(broken))
-    result = compute_plasticity(small, out=tmp_path / "out")
+    result = measure_plasticity(small, out=tmp_path / "out")
     assert [row["q_head"] for row in result.heads] == [0]
     (failure,) = result.failures
     assert (failure.layer, failure.q_head) == (0, 1)
     assert "NaN or infinity" in failure.reason
     write_head(small, "l00h01q", rng)
-    again = compute_plasticity(small, out=tmp_path / "out", resume=True)
+    again = measure_plasticity(small, out=tmp_path / "out", resume=True)
     assert len(again.heads) == 2
     assert not again.failures
 
@@ -438,7 +438,7 @@ def test_a_killed_dask_worker_changes_nothing(tmp_path):
         for name in ("q", "k"):
             rng = np.random.default_rng(layer)
             write_head(root, f"l{layer:02d}h00{name}", rng, rows=6000, dim=16)
-    expected = compute_plasticity(root, out=tmp_path / "here", max_workers=1)
+    expected = measure_plasticity(root, out=tmp_path / "here", max_workers=1)
     with (
         distributed.LocalCluster(
             n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None
@@ -448,12 +448,12 @@ def test_a_killed_dask_worker_changes_nothing(tmp_path):
         victims = list(client.run(lambda: __import__("os").getpid()).values())
         killed = []
 
-        def kill_one(done: int, total: int) -> None:
+        def kill_one(title: str, done: int, total: int, note: str) -> None:
             if not killed:
                 killed.append(victims[0])
                 __import__("os").kill(victims[0], signal.SIGKILL)
 
-        result = compute_plasticity(
+        result = measure_plasticity(
             root,
             out=tmp_path / "there",
             backend="dask",
@@ -551,18 +551,18 @@ def test_settings_are_checked(tmp_path):
         load_settings(path)
     path.write_text("model_dir: x\nnum_layers: 2\n")
     with pytest.raises(SettingsError, match="no data is named"):
-        compute_plasticity(path, out=tmp_path)
+        measure_plasticity(path, out=tmp_path)
     with pytest.raises(ArtefactError, match="no such file"):
         load_settings(tmp_path / "none.yaml")
 
 
 def test_a_cluster_that_is_not_there_is_told(tmp_path, small):
     with pytest.raises(SettingsError, match="the dask backend needs a scheduler"):
-        compute_plasticity(small, out=tmp_path / "out", backend="dask")
+        measure_plasticity(small, out=tmp_path / "out", backend="dask")
 
 
 def test_options_come_as_the_command_line_gives_them(tmp_path, small):
-    result = compute_plasticity(small, out=tmp_path / "out", pairs="7", heads="L0H1", seed=None)
+    result = measure_plasticity(small, out=tmp_path / "out", pairs="7", heads="L0H1", seed=None)
     assert [row["q_head"] for row in result.heads] == [1]
     assert {row["n_pairs"] for row in result.buckets} == {7}
 
@@ -574,7 +574,7 @@ def test_a_config_names_heads_that_must_exist(tmp_path, small):
         "dataset_local_root: data\nnum_layers: 1\nnum_q_heads: 2\nnum_k_heads: 1\n"
         "output_csv: m.csv\ndefinition: full\n"
     )
-    result = compute_plasticity(config, out=tmp_path / "out")
+    result = measure_plasticity(config, out=tmp_path / "out")
     assert "no vectors for l00h01q" in result.failures[0].reason
     assert (tmp_path / "out" / "m.csv").exists()
 
@@ -594,7 +594,7 @@ def test_shipped_configs_load():
 def test_figures_are_drawn(tmp_path, small):
     from headwise.plasticity.figures import plasticity_figures, plot_before_and_after
 
-    result = compute_plasticity(small, out=tmp_path / "out")
+    result = measure_plasticity(small, out=tmp_path / "out")
     paths = plasticity_figures(result, tmp_path / "figures")
     assert len(paths) == 10
     assert all(path.stat().st_size > 1000 for path in paths)

@@ -19,7 +19,7 @@ import torch
 from eager import eager_measures
 from headwise import diagnose, load_model
 from headwise.diagnosis.measures import MEASURES, measure_heads
-from headwise.forward.separability import check_heads
+from headwise.forward.separability import check as check_heads
 from headwise.forward.tap import tapped
 from headwise.texts.batches import batches, encode_texts
 from headwise.texts.text_sets import bundled_texts

@@ -14,7 +14,13 @@ from typer.testing import CliRunner
 from conftest import tiny_language_model
 from headwise.artefacts import read_lines
 from headwise.cli import app
-from headwise.errors import ArtefactError, HeadwiseError, SelectionError, TextError
+from headwise.errors import (
+    ArtefactError,
+    HeadwiseError,
+    SelectionError,
+    SettingsError,
+    TextError,
+)
 from headwise.heads import Head
 from headwise.models.loading import load_model
 from headwise.models.patch import Patch
@@ -22,6 +28,7 @@ from headwise.surgery.modes import MODES, TRAINED, random_heads_plan
 from headwise.surgery.operation import operate
 from headwise.surgery.plan import SurgeryPlan
 from headwise.surgery.repair import repair
+from headwise.surgery.run_settings import RunSettings, is_finished
 from headwise.texts.text_sets import TextSet
 from planned import TINY_RECIPE, plan_for, small_texts, weight_bits
 
@@ -361,6 +368,50 @@ def test_the_command_line_runs_every_mode(command, tmp_path, mode):
     result = CliRunner().invoke(app, [*command, "--mode", mode, "--out", str(tmp_path / "run")])
     assert result.exit_code == 0, result.output
     assert (tmp_path / "run" / "patch.safetensors").exists()
+
+
+@pytest.mark.parametrize("option", [("--lr", "-1"), ("--lr", "0"), ("--lr", "nan")])
+def test_a_changed_recipe_is_checked_like_a_written_one(command, tmp_path, option):
+    result = CliRunner().invoke(app, [*command, *option, "--out", str(tmp_path / "run")])
+    assert isinstance(result.exception, SettingsError)
+    assert "lr: Input should be greater than 0" in str(result.exception)
+    assert not (tmp_path / "run").exists()
+
+
+def test_weights_are_hashed_once_a_run(subject, tokenizer, plan, tmp_path, monkeypatch):
+    from headwise.surgery import operation
+
+    calls = []
+
+    def counted(model):
+        calls.append(model)
+        return plan.model.fingerprint
+
+    monkeypatch.setattr(operation, "weight_fingerprint", counted)
+    monkeypatch.setattr("headwise.models.description.weight_fingerprint", counted)
+    run(subject, tokenizer, plan, tmp_path / "run", "sham")
+    assert len(calls) == 1
+
+
+def test_asking_whether_a_run_is_finished_writes_nothing(finished, tmp_path):
+    settings = RunSettings.load(finished.out)
+    assert is_finished(settings, finished.out, resume=True)
+    assert not is_finished(settings, tmp_path / "new", resume=False)
+    assert not (tmp_path / "new").exists()
+    copy = settings.save(tmp_path)
+    assert copy.read_bytes() == (finished.out / "run.json").read_bytes()
+    assert not is_finished(settings, tmp_path, resume=True)  # there is no patch
+
+
+def test_progress_is_told_to_who_listens_and_to_nobody_else(
+    subject, tokenizer, plan, tmp_path, capfd
+):
+    told = []
+    run(subject, tokenizer, plan, tmp_path / "run", progress=lambda *what: told.append(what))
+    assert [what[:3] for what in told] == [("surgery", n, 3) for n in range(4)]
+    assert told[-1][3].startswith("loss ")
+    run(subject, tokenizer, plan, tmp_path / "silent")
+    assert capfd.readouterr() == ("", "")
 
 
 def test_apply_and_undo_on_the_command_line_give_the_original_files(command, model_dir, tmp_path):

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from headwise.diagnosis.survey import survey_models
+from headwise.diagnosis.survey import survey as survey_of
 from headwise.errors import ArtefactError, HeadwiseError
 from headwise.report import write as report
 from headwise.report.page import visible
@@ -133,7 +133,7 @@ def test_published_values_stand_beside_ours(tables):
 def test_the_cross_scale_rows_are_those_of_the_survey(tables):
     from headwise.diagnosis.bloom_maps import published_diagnoses
 
-    survey = survey_models([*published_diagnoses(), diagnosis_of(stock_mass())])
+    survey = survey_of([*published_diagnoses(), diagnosis_of(stock_mass())])
     for ours, told in zip(rows_of(tables[1]), survey.rows, strict=True):
         assert ours["sick heads"] == told["sick"]
         assert ours["layers sick in band, lowest"] == pytest.approx(told["band_layer_share_min"])

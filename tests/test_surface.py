@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 import typer
@@ -19,8 +20,8 @@ PUBLIC = {
     "Patch",
     "diagnose",
     "load_model",
-    "check_heads",
-    "survey_models",
+    "check",
+    "survey",
 }
 
 
@@ -37,9 +38,9 @@ def test_public_names_exist_and_none_hides_a_module():
 
 # Other programs rely on these; see the contract
 OPTIONS = {
-    "diagnose": "out texts lines max-length batch-size skip-queries bos device-map dtype seed "
+    "diagnose": "out texts lines max-length batch-size skip-queries bos device-map dtype "
     "quiet allow-pickle trust-remote-code",
-    "survey": "out texts lines max-length batch-size seed quiet",
+    "survey": "out texts lines max-length batch-size quiet",
     "check": "seed quiet",
 }
 
@@ -48,6 +49,22 @@ OPTIONS = {
 def test_verbs_have_the_options_that_others_rely_on(verb):
     options = {name for parameter in COMMANDS[verb].params for name in parameter.opts}
     assert {f"--{name}" for name in OPTIONS[verb].split()} <= options
+
+
+DRAWING = {"check", "plan", "repair", "evaluate", "complete", "compare", "capture", "plasticity"}
+
+
+def test_a_verb_takes_a_seed_if_it_draws_and_only_then():
+    seeded = {v for v, c in COMMANDS.items() if any("--seed" in p.opts for p in c.params)}
+    assert seeded == DRAWING
+
+
+def test_the_command_tells_its_version():
+    for module in ("headwise", "headwise.cli"):
+        done = subprocess.run(
+            [sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=True
+        )
+        assert done.stdout == f"headwise {version('headwise')}\n"
 
 
 def test_every_verb_says_what_it_does():

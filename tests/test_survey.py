@@ -9,7 +9,12 @@ import pytest
 
 from headwise.diagnosis.bloom_maps import STOCK_MAPS, bloom_slopes, published_diagnoses
 from headwise.diagnosis.figures import diagnosis_figures, survey_panels
-from headwise.diagnosis.survey import format_indices, read_diagnoses, survey_models, survey_table
+from headwise.diagnosis.survey import (
+    format_indices,
+    read_diagnoses,
+    survey as survey_of,
+    survey_table,
+)
 from headwise.diagnosis.values import threshold_sweep
 from headwise.drawing import save_figure
 from headwise.errors import ArtefactError, HeadwiseError
@@ -17,7 +22,7 @@ from headwise.errors import ArtefactError, HeadwiseError
 
 @pytest.fixture(scope="module")
 def survey():
-    return survey_models(read_diagnoses(STOCK_MAPS))
+    return survey_of(read_diagnoses(STOCK_MAPS))
 
 
 def column(survey, name):
@@ -116,7 +121,7 @@ def test_the_table_says_it_in_words(survey):
 
 def test_saved_diagnoses_are_surveyed_too(survey, tmp_path):
     path = survey.diagnoses[1].save(tmp_path / "diagnosis.json")
-    assert survey_models(read_diagnoses(path)).rows == (survey.rows[1],)
+    assert survey_of(read_diagnoses(path)).rows == (survey.rows[1],)
 
 
 def test_what_is_no_map_is_refused(tmp_path):
@@ -129,4 +134,4 @@ def test_what_is_no_map_is_refused(tmp_path):
         with pytest.raises(ArtefactError, match="neither a headwise artefact nor a file of head"):
             read_diagnoses(path)
     with pytest.raises(HeadwiseError, match="nothing to survey"):
-        survey_models([])
+        survey_of([])

@@ -13,15 +13,17 @@ import pytest
 import torch
 
 from conftest import SENTENCES, tiny_model
-from headwise.artefacts import read_lines
 from headwise.errors import SettingsError, TextError, TrainingError
 from headwise.forward.losses import shifted_targets, summed_loss, token_losses
 from headwise.forward.tap import tapped
 from headwise.models.architectures import layers_of
-from headwise.surgery import training
+from headwise.surgery import checkpoints, training
+from headwise.surgery.checkpoints import load_best, save_checkpoint
+from headwise.surgery.probes import mean_loss
 from headwise.surgery.recipe import RECIPES, Recipe, learning_rate, recipe_named
+from headwise.surgery.run_state import RunState, TrainStep, read_trace
 from headwise.surgery.slice_training import master_slices
-from headwise.surgery.training import load_best, mean_loss, save_checkpoint, step_blocks, train
+from headwise.surgery.training import step_blocks, train
 from headwise.texts.batches import batches
 from headwise.texts.corpus import block_at, block_order, build_corpus, in_validation
 from headwise.texts.text_sets import TextSet
@@ -186,8 +188,8 @@ def test_runs_with_and_without_the_prefix_cache_agree(tmp_path, name):
     for cached in (False, True):
         recipe = TINY_RECIPE.model_copy(update={"cache_prefix": cached})
         with opened(model, plan, tmp_path / str(cached), recipe=recipe) as job:
-            progress = train(job)
-            found.append((progress, [m.value.detach().clone() for m in job.masters]))
+            state = train(job)
+            found.append((state, [m.value.detach().clone() for m in job.masters]))
     (plain, left), (cached, right) = found
     assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in zip(left, right, strict=True))
     for a, b in zip(plain.maps, cached.maps, strict=True):
@@ -206,10 +208,10 @@ def test_maps_are_first_token_masses_of_the_probe_and_heads_below_never_move(tmp
                 for block in blocks
                 for ids in rows(block)
             ]
-        progress = train(job)
+        state = train(job)
     expected = torch.stack(attention).mean(0)
-    assert torch.allclose(torch.tensor(progress.maps[0]["first_token_mass"]), expected, atol=1e-5)
-    maps = {row["step"]: row["first_token_mass"] for row in progress.maps}
+    assert torch.allclose(torch.tensor(state.maps[0].first_token_mass), expected, atol=1e-5)
+    maps = {row.step: row.first_token_mass for row in state.maps}
     assert list(maps) == [0, 2, 4, 6]
     assert all(found[0] == maps[0][0] for found in maps.values())
     assert maps[6][1] != maps[0][1]
@@ -298,18 +300,16 @@ def test_the_best_validated_slices_are_kept_and_named(tmp_path, monkeypatch):
     with opened(model, plan_for(model), tmp_path) as job:
         middle = []
 
-        def advance(steps, note):
+        def progress(title, done, total, note):
             middle.append([p.detach().clone() for p in job.trained])
 
-        progress = train(job, advance=advance)
-        assert (progress.best_loss, progress.best_step) == (4.0, 3)
+        state = train(job, progress=progress)
+        assert (state.best_loss, state.best_step) == (4.0, 3)
         assert load_best(job)
-        for kept, value in zip(middle[3], job.trained, strict=True):  # advance: start, 1, 2, 3 ...
+        for kept, value in zip(middle[3], job.trained, strict=True):  # told: start, 1, 2, 3 ...
             assert torch.equal(kept, value)
         assert torch.equal(job.masters[0].spans[0].of(model), _first_part(job.masters[0]))
-    found = [
-        (r["validated_at"], r["validation_loss"]) for r in progress.rows if "validated_at" in r
-    ]
+    found = [(row.step, row.loss) for row in state.validations]
     assert found == [(0, 5.0), (3, 4.0), (6, 4.5)]
 
 
@@ -323,22 +323,22 @@ def test_training_stops_when_validation_does_not_improve(tmp_path, monkeypatch):
     recipe = TINY_RECIPE.model_copy(update={"steps": 50, "validate_every": 2, "patience": 2})
     model = tiny_model("bloom")
     with opened(model, plan_for(model), tmp_path, recipe=recipe) as job:
-        progress = train(job)
-        assert progress.step == 4
-        assert progress.stopped == "no better validation loss in 2 validations"
-        assert progress.best_step == 0
+        state = train(job)
+        assert state.step == 4
+        assert state.stopped == "no better validation loss in 2 validations"
+        assert state.best_step == 0
         again = train(job, resume=True)  # a stopped run stays stopped
-    assert (again.step, again.stopped) == (4, progress.stopped)
+    assert (again.step, again.stopped) == (4, state.stopped)
 
 
 def test_without_validation_blocks_nothing_is_validated(tmp_path):
     recipe = TINY_RECIPE.model_copy(update={"validation_blocks": 0})
     model = tiny_model("bloom")
     with opened(model, plan_for(model), tmp_path, recipe=recipe) as job:
-        progress = train(job)
+        state = train(job)
         assert not load_best(job)
-    assert progress.step == 6
-    assert not [row for row in progress.rows if "validated_at" in row]
+    assert state.step == 6
+    assert not state.validations
 
 
 def test_the_validation_loss_is_transformers_mean(tmp_path):
@@ -355,13 +355,11 @@ class Stop(Exception):
 
 
 def stopping_at(step):
-    def advance(steps, note):
-        advance.seen += steps
-        if advance.seen == step:
+    def progress(title, done, total, note):
+        if done == step:
             raise Stop
 
-    advance.seen = 0
-    return advance
+    return progress
 
 
 def run(tmp_path, name, recipe, kills=(), monkeypatch=None):
@@ -372,15 +370,18 @@ def run(tmp_path, name, recipe, kills=(), monkeypatch=None):
         torch.manual_seed(number)  # the state around a run must not matter
         with opened(model, plan_for(model), tmp_path, recipe=recipe, corpus=corpus) as job:
             if kill is None:
-                progress = train(job, resume=bool(kills))
+                state = train(job, resume=bool(kills))
                 masters = [p.detach().clone() for p in job.trained]
             else:
                 with pytest.raises(Stop):
                     kill(job, number > 0)
-    rows = [{k: v for k, v in r.items() if k != "tokens_per_second"} for r in progress.rows]
-    on_disk = read_lines(tmp_path / "trace.jsonl")
-    assert [{k: v for k, v in r.items() if k != "tokens_per_second"} for r in on_disk] == rows
-    return masters, rows, progress.maps, _checkpoint(tmp_path)
+    assert read_trace(tmp_path) == state.rows
+    rows = [untimed(row) for row in state.rows]
+    return masters, rows, state.maps, _checkpoint(tmp_path)
+
+
+def untimed(row):
+    return replace(row, tokens_per_second=0) if isinstance(row, TrainStep) else row
 
 
 def _checkpoint(path):
@@ -399,7 +400,7 @@ def same_run(left, right):
 )
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path, name, steps):
     kills = [
-        lambda job, resume, step=step: train(job, resume=resume, advance=stopping_at(step))
+        lambda job, resume, step=step: train(job, resume=resume, progress=stopping_at(step))
         for step in steps
     ]
     recipe = TINY_RECIPE.model_copy(update={"weight_decay": 0.1})
@@ -410,7 +411,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path, name, step
 @pytest.mark.parametrize("call", [1, 2, 3, 4])
 def test_a_kill_between_trace_and_checkpoint_changes_nothing(tmp_path, monkeypatch, call):
     """The trace is already longer than the newest checkpoint; its tail is dropped on resume."""
-    write, calls = training.write_safetensors, []
+    write, calls = checkpoints.write_safetensors, []
 
     def failing(path, *rest):
         if path.name.startswith("step-"):
@@ -419,10 +420,10 @@ def test_a_kill_between_trace_and_checkpoint_changes_nothing(tmp_path, monkeypat
                 raise Stop
         return write(path, *rest)
 
-    monkeypatch.setattr(training, "write_safetensors", failing)
+    monkeypatch.setattr(checkpoints, "write_safetensors", failing)
     whole = run_unpatched(tmp_path / "whole", write, monkeypatch)
     calls.clear()
-    monkeypatch.setattr(training, "write_safetensors", failing)
+    monkeypatch.setattr(checkpoints, "write_safetensors", failing)
     killed = run(
         tmp_path / "killed", "bloom", TINY_RECIPE, [lambda job, resume: train(job, resume=resume)]
     )
@@ -430,7 +431,7 @@ def test_a_kill_between_trace_and_checkpoint_changes_nothing(tmp_path, monkeypat
 
 
 def run_unpatched(path, write, monkeypatch):
-    monkeypatch.setattr(training, "write_safetensors", write)
+    monkeypatch.setattr(checkpoints, "write_safetensors", write)
     return run(path, "bloom", TINY_RECIPE)
 
 
@@ -593,7 +594,7 @@ def test_checkpoints_of_equal_states_are_equal_files(tmp_path):
         files = []
         for _ in range(2):
             torch.manual_seed(0)
-            save_checkpoint(job, training.Progress(step=1), optimizer)
+            save_checkpoint(job, RunState(step=1), optimizer)
             files.append((tmp_path / "checkpoints" / "step-0000001.safetensors").read_bytes())
     assert files[0] == files[1]
 
@@ -642,12 +643,12 @@ def test_ctrl_c_finishes_the_step_and_leaves_a_checkpoint_to_go_on_from(tmp_path
     before = signal.getsignal(signal.SIGINT)
 
     def interrupted(job, resume):
-        def press(step, note):
+        def press(title, done, total, note):
             if note and not list((tmp_path / "cut" / "checkpoints").glob("step-*")):
                 signal.raise_signal(signal.SIGINT)
 
         with contextlib.suppress(KeyboardInterrupt):
-            train(job, resume=resume, advance=press)
+            train(job, resume=resume, progress=press)
         (found,) = (tmp_path / "cut" / "checkpoints").glob("step-*")
         assert found.name == "step-0000002.safetensors"  # pressed after step 1, heard after 2
         assert signal.getsignal(signal.SIGINT) is before

@@ -13,8 +13,8 @@ _PUBLIC = {
     "Patch": "models.patch",
     "diagnose": "diagnosis.diagnose",
     "load_model": "models.loading",
-    "check_heads": "forward.separability",
-    "survey_models": "diagnosis.survey",
+    "check": "forward.separability",
+    "survey": "diagnosis.survey",
 }
 
 __all__ = list(_PUBLIC)

@@ -126,9 +126,9 @@ def load_artefact(path: Path, kind: str | Iterable[str]) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """The versions that can change a number: headwise, torch, transformers."""
+    """The versions that can change a number."""
     found = {}
-    for package in ("headwise", "torch", "transformers"):
+    for package in ("headwise", "torch", "transformers", "numpy", "scipy"):
         with contextlib.suppress(PackageNotFoundError):
             found[package] = version(package)
     return found

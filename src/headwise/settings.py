@@ -45,3 +45,9 @@ def validated(kind: type[Settings], body: Mapping[str, Any], where: object) -> S
         raise SettingsError(
             "; ".join(lines), where=where, fix=f"known keys: {', '.join(kind.model_fields)}"
         ) from None
+
+
+def changed(value: Settings, **changes: Any) -> Settings:
+    """A settings value with some fields changed, and checked again (`model_copy` does not)."""
+    body = {**value.model_dump(exclude_unset=True), **changes}
+    return validated(type(value), body, "the given options")

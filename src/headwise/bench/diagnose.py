@@ -29,7 +29,7 @@ import numpy as np
 
 from headwise.artefacts import save_artefact, versions
 from headwise.errors import HeadwiseError
-from headwise.progress import track
+from headwise.progress import Progress, silent, track
 
 LENGTHS = (512, 2048, 4096)
 
@@ -76,6 +76,7 @@ def bench_diagnose(
     *,
     long_lengths: Sequence[int] = LONG,
     ways: Sequence[str] = WAYS,
+    progress: Progress = silent,
 ) -> list[dict[str, Any]]:
     """One row a length and way; without a model: SmolLM2-135M if cached, else its random shape."""
     rows: list[dict[str, Any]] = []
@@ -83,7 +84,7 @@ def bench_diagnose(
         name = _prepare(model, Path(folder))
         cells = [(length, way) for length in lengths for way in ways]
         cells += [(length, "headwise") for length in long_lengths]
-        for length, way in track(cells, "benchmark cells"):
+        for length, way in track(cells, "benchmark cells", progress):
             cell = {"way": way, "model": folder, "length": length, "repeats": repeats}
             rows.append({"length": length, "way": way, **_run_cell(cell), "model": name})
             _add_ratios(rows)

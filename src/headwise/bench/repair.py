@@ -231,9 +231,10 @@ def _headwise(model: Any, length: int, folder: Path, **options: Any) -> Work:
 
     from headwise.models.patch import Slice
     from headwise.models.slices import read_slices, spans_of
+    from headwise.surgery.job import Job
     from headwise.surgery.recipe import Recipe
     from headwise.surgery.slice_training import make_masters
-    from headwise.surgery.training import Job, backward_step, make_optimizer, optimizer_step
+    from headwise.surgery.training import backward_step, make_optimizer, optimizer_step
     from headwise.texts.batches import Batch
     from headwise.texts.corpus import Corpus
 

@@ -8,35 +8,36 @@ from typing import Any
 
 from headwise.artefacts import save_artefact, versions
 from headwise.errors import SettingsError
+from headwise.progress import Progress, silent
 
 Rows = list[dict[str, Any]]
 
 
-def _diagnose(model: str | None, repeats: int, out: Path) -> Rows:
+def _diagnose(model: str | None, repeats: int, out: Path, progress: Progress) -> Rows:
     from headwise.bench.diagnose import bench_diagnose
 
-    return bench_diagnose(model=model, repeats=repeats, out=out)
+    return bench_diagnose(model=model, repeats=repeats, out=out, progress=progress)
 
 
-def _repair(model: str | None, repeats: int, out: Path) -> Rows:
+def _repair(model: str | None, repeats: int, out: Path, progress: Progress) -> Rows:
     from headwise.bench.repair import bench_repair
 
     return bench_repair(repeats=repeats)
 
 
-def _ablation(model: str | None, repeats: int, out: Path) -> Rows:
+def _ablation(model: str | None, repeats: int, out: Path, progress: Progress) -> Rows:
     from headwise.bench.ablation import bench_ablation
 
     return bench_ablation(repeats=repeats)
 
 
-def _plasticity(model: str | None, repeats: int, out: Path) -> Rows:
+def _plasticity(model: str | None, repeats: int, out: Path, progress: Progress) -> Rows:
     from headwise.bench.plasticity import bench_plasticity
 
     return bench_plasticity()
 
 
-BENCHMARKS: dict[str, Callable[[str | None, int, Path], Rows]] = {
+BENCHMARKS: dict[str, Callable[[str | None, int, Path, Progress], Rows]] = {
     "diagnose": _diagnose,
     "repair": _repair,
     "ablation": _ablation,
@@ -45,12 +46,12 @@ BENCHMARKS: dict[str, Callable[[str | None, int, Path], Rows]] = {
 
 
 def run_benchmarks(
-    what: str, *, model: str | None, repeats: int, out: Path
+    what: str, *, model: str | None, repeats: int, out: Path, progress: Progress = silent
 ) -> Iterator[tuple[str, Rows]]:
     """Run one benchmark or all; each result is saved as it comes."""
     if what != "all" and what not in BENCHMARKS:
         raise SettingsError(f"no benchmark is called {what!r}", fix=f"all, {', '.join(BENCHMARKS)}")
     for name in BENCHMARKS if what == "all" else [what]:
-        rows = BENCHMARKS[name](model, repeats, out)
+        rows = BENCHMARKS[name](model, repeats, out, progress)
         save_artefact(out / f"bench_{name}.json", "bench", {"rows": rows, "versions": versions()})
         yield name, rows

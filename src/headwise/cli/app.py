@@ -5,17 +5,34 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
+from typing import Annotated
 
 import typer
 
 app = typer.Typer(
     name="headwise",
-    help="Diagnose, repair, prove and measure the attention heads of a causal language model.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"headwise {version('headwise')}")
+        raise typer.Exit
+
+
+@app.callback()
+def headwise(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """Diagnose, repair, prove and measure the attention heads of a causal language model."""
 
 
 @contextmanager

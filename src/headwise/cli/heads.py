@@ -13,25 +13,37 @@ from headwise.cli.options import (
     AllowPickle,
     BatchSize,
     Bos,
+    Corpus,
+    Dead,
     DeviceMap,
     Dtype,
+    Figures,
+    LearningRate,
     Lines,
+    LowEntropy,
     MaxLength,
     Model,
     Out,
     Quiet,
+    RecipeName,
     RemoteCode,
+    RepairMode,
     Seed,
+    Sink,
     SkipQueries,
+    Steps,
     Texts,
+    Tracker,
     choice,
     chosen_texts,
+    given_texts,
     load,
     wrote,
 )
 
 if TYPE_CHECKING:
     from headwise.surgery.plan import SurgeryPlan
+    from headwise.surgery.recipe import Recipe
     from headwise.surgery.repair import RepairRun
 
 
@@ -45,36 +57,37 @@ def diagnose(
     batch_size: BatchSize = 4,
     skip_queries: SkipQueries = 0,
     bos: Bos = False,
-    dead: Annotated[float, typer.Option(help="Dead above this first-token mass.")] = 0.95,
-    sink: Annotated[float, typer.Option(help="A sink above this first-token mass.")] = 0.50,
-    low_entropy: Annotated[float, typer.Option(help="Low entropy below this, nats.")] = 0.50,
-    figures: Annotated[bool, typer.Option(help="Draw the figures too.")] = True,
+    dead: Dead = 0.95,
+    sink: Sink = 0.50,
+    low_entropy: LowEntropy = 0.50,
+    figures: Figures = True,
     device_map: DeviceMap = None,
     dtype: Dtype = None,
     allow_pickle: AllowPickle = False,
     trust_remote_code: RemoteCode = False,
-    seed: Seed = 0,
     quiet: Quiet = False,
 ) -> None:
     """Measure every head: where its attention goes, what it gives, whether it collapsed."""
+    from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import console, diagnosis_table, head_grid
     from headwise.diagnosis.diagnose import diagnose as run
     from headwise.diagnosis.values import Thresholds
 
     chosen = chosen_texts(texts, lines, model, most=120)  # enough for a map, in seconds
     loaded = load(model, dtype, device_map, allow_pickle, trust_remote_code)
-    diagnosis = run(
-        loaded.model,
-        loaded.tokenizer,
-        chosen,
-        name=loaded.id,
-        max_length=max_length,
-        batch_size=batch_size,
-        skip_queries=skip_queries,
-        bos=bos,
-        thresholds=Thresholds(dead, sink, low_entropy),
-        quiet=quiet,
-    )
+    with progress_bars(quiet) as progress:
+        diagnosis = run(
+            loaded.model,
+            loaded.tokenizer,
+            chosen,
+            name=loaded.id,
+            max_length=max_length,
+            batch_size=batch_size,
+            skip_queries=skip_queries,
+            bos=bos,
+            thresholds=Thresholds(dead, sink, low_entropy),
+            progress=progress,
+        )
     written = [diagnosis.save(out / "diagnosis.json")]
     if figures:
         from headwise.diagnosis.figures import diagnosis_figures
@@ -98,35 +111,25 @@ def survey(
     batch_size: BatchSize = 4,
     device_map: DeviceMap = None,
     dtype: Dtype = None,
-    seed: Seed = 0,
     quiet: Quiet = False,
 ) -> None:
     """Compare several models, or saved diagnoses, in one table and one figure."""
+    from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import console, table
-    from headwise.diagnosis.diagnose import diagnose as run
     from headwise.diagnosis.figures import survey_panels
-    from headwise.diagnosis.survey import read_diagnoses, survey_models, survey_table
-    from headwise.diagnosis.values import Diagnosis
+    from headwise.diagnosis.survey import survey as run, survey_table
     from headwise.drawing import save_figure
 
-    diagnoses: list[Diagnosis] = []
-    for source in sources:
-        if source.endswith(".json"):
-            diagnoses += read_diagnoses(Path(source))
-            continue
-        loaded = load(source, dtype, device_map, False, False)
-        diagnoses.append(
-            run(
-                loaded.model,
-                loaded.tokenizer,
-                chosen_texts(texts, lines, source),
-                name=source,
-                max_length=max_length,
-                batch_size=batch_size,
-                quiet=quiet,
-            )
+    with progress_bars(quiet) as progress:
+        result = run(
+            sources,
+            texts=given_texts(texts, lines),
+            max_length=max_length,
+            batch_size=batch_size,
+            dtype=dtype,
+            device_map=device_map,
+            progress=progress,
         )
-    result = survey_models(diagnoses)
     written = [
         result.save(out / "survey.json"),
         *save_figure(survey_panels(result), out / "survey"),
@@ -150,11 +153,11 @@ def check(
     from headwise.artefacts import save_artefact
     from headwise.cli.show import console
     from headwise.errors import UnknownArchitectureError
-    from headwise.forward.separability import check_heads
+    from headwise.forward.separability import check as run
     from headwise.models.architectures import geometry_of, positions_of
 
     loaded = load(model, dtype, device_map, allow_pickle, trust_remote_code)
-    result = check_heads(loaded.model, seed=seed)
+    result = run(loaded.model, seed=seed)
     path = save_artefact(out / "check.json", "check", {**result.to_json(), "model": loaded.id})
     geometry = geometry_of(loaded.model)
     if not result.passed:
@@ -214,22 +217,16 @@ def plan(
 def repair(
     model: Model,
     plan: Annotated[Path, typer.Option(help="plan.yaml")],
-    corpus: Annotated[
-        list[str] | None, typer.Option(help="Text to train on.", show_default=False)
-    ] = None,
+    corpus: Corpus = None,
     out: Annotated[Path, typer.Option(help="The run directory.")] = Path("out/run"),
-    mode: Annotated[
-        str, typer.Option(help="surgery, sham, gradient-only, ablate, random-heads or lora")
-    ] = "surgery",
-    recipe: Annotated[str | None, typer.Option(help="A bundled recipe or a .yaml file.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps.", min=0)] = None,
-    lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
+    mode: RepairMode = "surgery",
+    recipe: RecipeName = None,
+    steps: Steps = None,
+    lr: LearningRate = None,
     lines: Lines = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Accept a plan for other weights.")
-    ] = False,
-    tracker: Annotated[str | None, typer.Option(help="tensorboard, trackio, wandb ...")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Accept other weights.")] = False,
+    tracker: Tracker = None,
     device_map: DeviceMap = None,
     dtype: Dtype = None,
     allow_pickle: AllowPickle = False,
@@ -238,25 +235,24 @@ def repair(
     quiet: Quiet = False,
 ) -> None:
     """Operate on the plan's heads and train only their slices, or run a control."""
+    from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import console
     from headwise.surgery.modes import MODES
     from headwise.surgery.plan import SurgeryPlan
-    from headwise.surgery.recipe import default_recipe, recipe_named
     from headwise.surgery.repair import repair as run
     from headwise.texts.text_sets import default_corpus, default_texts, read_texts
 
-    settings = recipe_named(recipe) if recipe else default_recipe(model)
-    changes = {k: v for k, v in (("steps", steps), ("lr", lr)) if v is not None}
-    texts = read_texts(corpus, lines=lines) if corpus else default_corpus(model)
     chosen = SurgeryPlan.load(plan)
+    settings = _recipe(recipe, model, steps=steps, lr=lr)
+    texts = read_texts(corpus, lines=lines) if corpus else default_corpus(model)
     loaded = load(model, dtype, device_map, allow_pickle, trust_remote_code)
-    with resumable(f"add --resume to go on in {out}"):
+    with resumable(f"add --resume to go on in {out}"), progress_bars(quiet) as progress:
         done = run(
             loaded.model,
             loaded.tokenizer,
             chosen,
             texts,
-            settings.model_copy(update=changes),
+            settings,
             out=out,
             mode=choice(mode, *MODES),
             seed=seed,
@@ -264,26 +260,33 @@ def repair(
             force=force,
             excluded=default_texts(model).texts,
             tracker=tracker,
-            quiet=quiet,
+            progress=progress,
         )
     for line in _repaired(done, chosen):
         console(quiet).print(line)
-    wrote(
-        [out / name for name in ("patch.safetensors", "trace.jsonl", "maps.jsonl", "run.json")],
-        quiet,
-    )
+    names = ("patch.safetensors", "trace.jsonl", "maps.jsonl", "run.json")
+    wrote([out / name for name in names], quiet)
+
+
+def _recipe(name: str | None, model: str, **changes: float | None) -> Recipe:
+    """The recipe that is asked for, with what the command line changes."""
+    from headwise.settings import changed
+    from headwise.surgery.recipe import default_recipe, recipe_named
+
+    recipe = recipe_named(name) if name else default_recipe(model)
+    return changed(recipe, **{key: v for key, v in changes.items() if v is not None})
 
 
 def _repaired(done: RepairRun, plan: SurgeryPlan) -> Iterator[str]:
     """What a run says of itself when it ends."""
-    losses = [row for row in done.progress.rows if "validation_loss" in row]
-    if losses:
+    state = done.state
+    if state.validations:
+        first = state.validations[0]
         yield (
-            f"{done.mode}: validation loss {losses[0]['validation_loss']:.4f} at step "
-            f"{losses[0]['validated_at']}, best {done.progress.best_loss:.4f} at step "
-            f"{done.progress.best_step} {done.progress.stopped}"
+            f"{done.mode}: validation loss {first.loss:.4f} at step {first.step}, "
+            f"best {state.best_loss:.4f} at step {state.best_step} {state.stopped}"
         )
-    elif not done.progress.rows and done.progress.step == 0:
+    elif not state.rows and state.step == 0:
         yield f"{done.mode}: nothing was trained now (a control without training, or finished)"
     yield f"{done.patch.num_weights:,} weights in the patch"
     if done.mode == "lora":
@@ -304,7 +307,6 @@ def apply(
     dtype: Dtype = None,
     allow_pickle: AllowPickle = False,
     trust_remote_code: RemoteCode = False,
-    seed: Seed = 0,
     quiet: Quiet = False,
 ) -> None:
     """Write an ordinary model directory with patches merged in, or taken out again."""

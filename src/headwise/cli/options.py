@@ -67,14 +67,54 @@ Patches = Annotated[
 ]
 
 
+Figures = Annotated[bool, typer.Option(help="Draw the figures too.")]
+
+
+Dead = Annotated[float, typer.Option(help="Dead above this first-token mass.")]
+
+
+Sink = Annotated[float, typer.Option(help="A sink above this first-token mass.")]
+
+
+LowEntropy = Annotated[float, typer.Option(help="Low entropy below this, nats.")]
+
+
+Corpus = Annotated[list[str] | None, typer.Option(help="Text to train on.", show_default=False)]
+
+
+RepairMode = Annotated[
+    str, typer.Option(help="surgery, sham, gradient-only, ablate, random-heads or lora")
+]
+
+
+RecipeName = Annotated[str | None, typer.Option(help="A bundled recipe or a .yaml file.")]
+
+
+Steps = Annotated[int | None, typer.Option(help="Optimizer steps.", min=0)]
+
+
+LearningRate = Annotated[float | None, typer.Option(help="Peak learning rate.")]
+
+
+Tracker = Annotated[str | None, typer.Option(help="tensorboard, trackio, wandb ...")]
+
+
+def given_texts(sources: list[str] | None, lines: bool) -> TextSet | None:
+    """The texts that were named, if any."""
+    from headwise.texts.text_sets import read_texts
+
+    return read_texts(sources, lines=lines) if sources else None
+
+
 def chosen_texts(
     sources: list[str] | None, lines: bool, model: str, most: int | None = None
 ) -> TextSet:
     """The texts a verb works on: given ones, or the default of the model."""
-    from headwise.texts.text_sets import TextSet, default_texts, read_texts
+    from headwise.texts.text_sets import TextSet, default_texts
 
-    if sources:
-        return read_texts(sources, lines=lines)
+    given = given_texts(sources, lines)
+    if given is not None:
+        return given
     found = default_texts(model)
     return found if most is None else TextSet(found.name, found.texts[:most])
 

@@ -14,6 +14,7 @@ from headwise.cli.options import (
     Bos,
     DeviceMap,
     Dtype,
+    Figures,
     Lines,
     MaxLength,
     Model,
@@ -30,6 +31,13 @@ from headwise.cli.options import (
     wrote,
 )
 
+AblatedHeads = Annotated[
+    str | None, typer.Option(help="Heads to ablate one by one: a selection, `all` or `none`.")
+]
+
+
+Tasks = Annotated[list[str] | None, typer.Option(help="lm-evaluation-harness tasks as well.")]
+
 
 @app.command()
 def evaluate(
@@ -37,16 +45,11 @@ def evaluate(
     patch: Patches = None,
     texts: Texts = None,
     lines: Lines = False,
-    heads: Annotated[
-        str | None,
-        typer.Option(help="Heads to ablate one by one: a selection, `all` or `none`."),
-    ] = None,
+    heads: AblatedHeads = None,
     max_length: MaxLength = 512,
     max_texts: Annotated[int, typer.Option(help="Texts used to judge heads.", min=2)] = 64,
     batch_size: BatchSize = 4,
-    tasks: Annotated[
-        list[str] | None, typer.Option(help="lm-evaluation-harness tasks to run as well.")
-    ] = None,
+    tasks: Tasks = None,
     out: Out = Path("out/evaluation"),
     device_map: DeviceMap = None,
     dtype: Dtype = None,
@@ -57,6 +60,7 @@ def evaluate(
     quiet: Quiet = False,
 ) -> None:
     """Perplexities with intervals, what every head is worth, dormant neurons."""
+    from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import console, evaluation_tables
     from headwise.proof.evaluate import chosen_heads, evaluate as run, paper_prompts
     from headwise.proof.evaluation import Evaluation
@@ -66,20 +70,22 @@ def evaluate(
     base = loaded.describe()
     applied = apply_to(loaded, patch, force)
     singles, joint = chosen_heads(loaded.model, heads, applied)
-    found = run(
-        loaded.model,
-        loaded.tokenizer,
-        sets,
-        name=loaded.id,
-        patches=applied,
-        base=base,
-        ablated=singles,
-        joint=joint,
-        window=max_length,
-        max_texts=max_texts,
-        batch_size=batch_size,
-        quiet=quiet,
-    )
+    with progress_bars(quiet) as progress:
+        found = run(
+            loaded.model,
+            loaded.tokenizer,
+            sets,
+            name=loaded.id,
+            patches=applied,
+            base=base,
+            ablated=singles,
+            joint=joint,
+            window=max_length,
+            max_texts=max_texts,
+            batch_size=batch_size,
+            seed=seed,
+            progress=progress,
+        )
     if tasks:
         from headwise.proof.lm_eval import run_tasks
 
@@ -106,46 +112,35 @@ def complete(
     quiet: Quiet = False,
 ) -> None:
     """Complete prompts with the stock model and with each patch, side by side."""
-    from headwise.artefacts import save_artefact, versions
-    from headwise.cli.show import console, table
-    from headwise.models.patch import Patch
-    from headwise.proof.completions import (
-        Sampling,
-        bundled_prompts,
-        complete as run,
-        completions_body,
-        prompts_hash,
-        read_prompts,
-    )
+    from headwise.cli.progress_bar import progress_bars
+    from headwise.cli.show import completions_table, console
+    from headwise.proof.completed_texts import Sampling, read_prompts
+    from headwise.proof.completions import complete as run
 
-    chosen = bundled_prompts() if prompts is None else read_prompts(prompts)
-    sampling = Sampling(new_tokens, temperature, top_p, seed)
+    named = _named_patches(patch or [])
+    chosen = None if prompts is None else read_prompts(prompts)
     loaded = load(model, dtype, device_map, False, False)
-    base = loaded.describe()
-    conditions = {
-        "stock": run(
-            loaded.model, loaded.tokenizer, chosen, sampling, batch_size=batch_size, quiet=quiet
+    with progress_bars(quiet) as progress:
+        found = run(
+            loaded.model,
+            loaded.tokenizer,
+            chosen,
+            Sampling(new_tokens, temperature, top_p, seed),
+            patches=named,
+            base=loaded.describe(),
+            batch_size=batch_size,
+            progress=progress,
         )
-    }
-    for path in patch or []:
-        one = Patch.load(path)
-        one.apply(loaded.model)
-        conditions[path.parent.name or path.stem] = run(
-            loaded.model, loaded.tokenizer, chosen, sampling, batch_size=batch_size, quiet=quiet
-        )
-        one.undo(loaded.model)
-    body = completions_body(
-        conditions,
-        sampling,
-        {"model": base, "prompts_sha256": prompts_hash(chosen), "versions": versions()},
-    )
-    rows = [
-        [n, *(s["all"][k] for k in ("words", "distinct_2", "repetition", "markup_share"))]
-        for n, s in body["summary"].items()
-    ]
-    columns = ("condition", "words", "distinct-2", "repetition", "markup")
-    console(quiet).print(table("completions", columns, rows))
-    wrote([save_artefact(out / "completions.json", "completions", body)], quiet)
+    console(quiet).print(completions_table(found))
+    wrote([found.save(out / "completions.json")], quiet)
+
+
+def _named_patches(paths: list[Path]) -> dict[str, list[Path]]:
+    """A condition for each patch, called by its run directory."""
+    names = [path.parent.name or path.stem for path in paths]
+    if len({"stock", *names}) < len(names) + 1:
+        raise typer.BadParameter(f"conditions need different names, these are {', '.join(names)}")
+    return {name: [path] for name, path in zip(names, paths, strict=True)}
 
 
 @app.command()
@@ -159,18 +154,19 @@ def compare(
     quiet: Quiet = False,
 ) -> None:
     """What changed between two conditions: classes, drift by zone, columns, paired losses."""
-    from headwise.artefacts import read_json
     from headwise.cli.show import comparison_tables, console
     from headwise.proof.comparison import compare as run_comparison, read_snapshot
     from headwise.proof.trajectories import run_maps
     from headwise.surgery.plan import SurgeryPlan
+    from headwise.surgery.run_settings import RunSettings
 
     found = run_comparison(
         read_snapshot(before),
         read_snapshot(after),
         plan=None if plan is None else SurgeryPlan.load(plan),
         checkpoints=[] if run is None else run_maps(run),
-        whole_layers=run is not None and read_json(run / "run.json").get("mode") == "lora",
+        whole_layers=run is not None and RunSettings.load(run).mode == "lora",
+        seed=seed,
     )
     for item in comparison_tables(found.body):
         console(quiet).print(item)
@@ -204,9 +200,10 @@ def capture(
     quiet: Quiet = False,
 ) -> None:
     """Record query and key vectors as Parquet, in the sniffed-qk layout."""
+    from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import console
     from headwise.heads import select_in_layers
-    from headwise.plasticity.capture import CaptureSettings, capture_qk
+    from headwise.plasticity.capture import CaptureSettings, capture as run
 
     loaded = load(model, dtype, device_map, allow_pickle, trust_remote_code)
     apply_to(loaded, patch)
@@ -214,18 +211,19 @@ def capture(
         buckets, base_rate, max_length, pre_rope, choice(layout, "new", "old"), seed, bos
     )
     shape = loaded.describe()
-    captured = capture_qk(
-        loaded.model,
-        loaded.tokenizer,
-        chosen_texts(texts, lines, model),
-        out=out,
-        name=model,
-        heads=select_in_layers(layers, heads, shape["num_layers"], shape["num_heads"]),
-        settings=settings,
-        batch_size=batch_size,
-        resume=resume,
-        quiet=quiet,
-    )
+    with progress_bars(quiet) as progress:
+        captured = run(
+            loaded.model,
+            loaded.tokenizer,
+            chosen_texts(texts, lines, model),
+            out=out,
+            name=model,
+            heads=select_in_layers(layers, heads, shape["num_layers"], shape["num_heads"]),
+            settings=settings,
+            batch_size=batch_size,
+            resume=resume,
+            progress=progress,
+        )
     rows = sum(captured.rows.values())
     console(quiet).print(
         f"{rows:,} query and key vectors, {len(captured.rows)} files, in {captured.folder}"
@@ -252,16 +250,16 @@ def plasticity(
         bool, typer.Option("--legacy-columns", help="The public code's column names.")
     ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Keep finished heads.")] = False,
-    figures: Annotated[bool, typer.Option(help="Draw the figures too.")] = True,
+    figures: Figures = True,
     out: Out = Path("out/plasticity"),
     seed: Annotated[int | None, typer.Option(help="Seed of everything random.")] = None,
     quiet: Quiet = False,
 ) -> None:
     """Measure how easily each head's preference between two keys changes as queries move on."""
+    from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import console, plasticity_table
     from headwise.plasticity.figures import plasticity_figures
-    from headwise.plasticity.run import compute_plasticity
-    from headwise.progress import plasticity_progress
+    from headwise.plasticity.run import measure_plasticity
 
     if (folder is None) == (config is None):
         raise typer.BadParameter("pass either a folder of captured vectors or --config")
@@ -275,8 +273,8 @@ def plasticity(
         "legacy_columns": legacy_columns or None,
         "seed": seed,
     }
-    with plasticity_progress(quiet) as progress:
-        found = compute_plasticity(
+    with progress_bars(quiet) as progress:
+        found = measure_plasticity(
             folder or config,  # type: ignore[arg-type]
             out=out,
             resume=resume,

@@ -1,8 +1,4 @@
-"""What the terminal shows: progress, tables, the coloured head grid; and HTML for notebooks.
-
-Only this module and the command line write to the terminal. On a terminal long work has a live bar;
-elsewhere it has plain lines, so that logs stay readable.
-"""
+"""What the terminal shows: tables and the coloured head grid."""
 
 from __future__ import annotations
 
@@ -13,9 +9,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from headwise.diagnosis.notebook import CLASS_COLOURS
+
 if TYPE_CHECKING:
     from headwise.diagnosis.values import Diagnosis
-from headwise.diagnosis.notebook import CLASS_COLOURS
+    from headwise.proof.completed_texts import Completions
 
 CLASS_LETTERS = {"healthy": "·", "low_entropy": "e", "sink": "s", "dead": "D"}
 
@@ -100,7 +98,7 @@ def evaluation_tables(body: Mapping[str, Any]) -> list[Table]:
     shown += [name for name in order if not name.startswith("joint:")][:8]
     rows = [[name, _interval(costs[name])] for name in shown]
     if rows:
-        tables.append(table("loss without the head (nats a token)", ("head", "change"), rows))
+        tables.append(table("loss without the head (nats per token)", ("head", "change"), rows))
     recovery = body.get("recovery")
     if recovery:
         row = [recovery.get(key) for key in ("operated", "not_sick", "judged", "functional")]
@@ -141,11 +139,21 @@ def comparison_tables(body: Mapping[str, Any]) -> list[Table]:
     tables.append(table("drift of first-token mass", columns, zones))
     losses = [[n, _interval(e["difference"]), e["verdict"]] for n, e in body["losses"].items()]
     if losses:
-        tables.append(table("loss after - before, paired", ("texts", "nats", "verdict"), losses))
+        tables.append(
+            table("loss after - before, paired", ("texts", "nats per token", "verdict"), losses)
+        )
     if body.get("plasticity"):
         moved = [[zone, mean] for zone, mean in body["plasticity"]["mean_delta"].items()]
         tables.append(table("change of plasticity", ("zone", "mean change"), moved))
     return tables
+
+
+def completions_table(found: Completions) -> Table:
+    """The measures of every condition, as means over all prompts."""
+    columns = ("condition", "words", "distinct-2", "repetition", "markup")
+    keys = ("words", "distinct_2", "repetition", "markup_share")
+    rows = [[name, *(s["all"][key] for key in keys)] for name, s in found.summary().items()]
+    return table("completions", columns, rows)
 
 
 def bench_tables(name: str, rows: Sequence[Mapping[str, object]]) -> list[Table | str]:

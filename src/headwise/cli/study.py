@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from headwise.cli.app import app, resumable
-from headwise.cli.options import Out, Quiet, Seed, wrote
+from headwise.cli.options import Out, Quiet, wrote
 
 
 @app.command()
@@ -19,11 +19,11 @@ def study(
     report: Annotated[bool, typer.Option(help="Write the report too.")] = True,
     resume: Annotated[
         bool, typer.Option("--resume", help="The default: finished work is kept.")
-    ] = (False),
-    seed: Seed = 0,
+    ] = False,
     quiet: Quiet = False,
 ) -> None:
     """Run arms x seeds on one model, then compare them with statistics; resumable."""
+    from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import console, cost_tables
     from headwise.studies.estimate import estimate_study
     from headwise.studies.run import run_study
@@ -36,8 +36,9 @@ def study(
         screen.print(item)
     if dry_run:
         return
-    with resumable("the same command goes on where it stopped"):
-        run_study(asked, out=folder, quiet=quiet, say=screen.print)
+    going_on = resumable("the same command goes on where it stopped")
+    with going_on, progress_bars(quiet) as progress:
+        run_study(asked, out=folder, progress=progress)
     wrote([folder / "study.json", folder / "summary.json"], quiet)
     if report:
         _write_report(folder, folder / "report", quiet)
@@ -46,17 +47,16 @@ def study(
 @app.command()
 def demo(
     out: Out = Path("out/demo"),
-    seed: Seed = 0,
     quiet: Quiet = False,
 ) -> None:
     """Diagnose the bundled patient, repair it with its controls, compare, and write the report."""
-    from headwise.cli.show import console
+    from headwise.cli.progress_bar import progress_bars
     from headwise.studies.run import run_study
     from headwise.studies.study import load_study
 
-    screen = console(quiet)
-    with resumable("the same command goes on where it stopped"):
-        folder = run_study(load_study("demo"), out=out, quiet=quiet, say=screen.print)
+    going_on = resumable("the same command goes on where it stopped")
+    with going_on, progress_bars(quiet) as progress:
+        folder = run_study(load_study("demo"), out=out, progress=progress)
     _write_report(folder, folder, quiet)
 
 
@@ -64,7 +64,6 @@ def demo(
 def report(
     source: Annotated[Path, typer.Argument(metavar="RUN_OR_STUDY", help="A run or study folder.")],
     out: Annotated[Path | None, typer.Option(help="Folder of the report.")] = None,
-    seed: Seed = 0,
     quiet: Quiet = False,
 ) -> None:
     """Write report.html, figures and tables from artefacts alone; no model is loaded."""
@@ -87,13 +86,15 @@ def bench(
     model: Annotated[str | None, typer.Option(help="Model for `diagnose`.")] = None,
     repeats: Annotated[int, typer.Option(help="Runs of each cell.", min=1)] = 3,
     out: Out = Path("out/bench"),
-    seed: Seed = 0,
     quiet: Quiet = False,
 ) -> None:
     """The project's own benchmarks: each a ratio to a named peer, in one run."""
     from headwise.bench.run import run_benchmarks
+    from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import bench_tables, console
 
-    for name, rows in run_benchmarks(what, model=model, repeats=repeats, out=out):
-        for item in bench_tables(name, rows):
-            console(quiet).print(item)
+    with progress_bars(quiet) as progress:
+        found = run_benchmarks(what, model=model, repeats=repeats, out=out, progress=progress)
+        for name, rows in found:
+            for item in bench_tables(name, rows):
+                console(quiet).print(item)

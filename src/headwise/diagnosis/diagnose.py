@@ -21,7 +21,7 @@ from headwise.diagnosis.values import Diagnosis, Thresholds, diagnosis_from
 from headwise.errors import TextError
 from headwise.models.architectures import alibi_slopes, geometry_of
 from headwise.models.description import describe_model
-from headwise.progress import track
+from headwise.progress import Progress, silent, track
 from headwise.texts.batches import DEFAULT_MAX_LENGTH, batches, encode_texts
 from headwise.texts.text_sets import TextSet, bundled_texts
 
@@ -39,7 +39,7 @@ def diagnose(
     skip_queries: int = 0,
     bos: bool = False,
     thresholds: Thresholds | None = None,
-    quiet: bool = True,
+    progress: Progress = silent,
 ) -> Diagnosis:
     """Measure and classify every head of a loaded model."""
     chosen = _as_text_set(texts)
@@ -48,7 +48,7 @@ def diagnose(
     )
     measured = measure_heads(
         model,
-        track(list(batches(encoded, batch_size)), "measuring heads", quiet=quiet),
+        track(list(batches(encoded, batch_size)), "measuring heads", progress),
         num_texts=len(encoded),
         max_length=max(map(len, encoded)),
         skip_queries=skip_queries,

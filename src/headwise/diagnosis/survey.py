@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from scipy.stats import spearmanr
@@ -19,6 +19,11 @@ from headwise.diagnosis.bloom_maps import maps_as_diagnoses
 from headwise.diagnosis.values import Diagnosis
 from headwise.errors import ArtefactError, HeadwiseError
 from headwise.heads import format_indices
+from headwise.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from headwise.models.loading import LoadedModel
+    from headwise.texts.text_sets import TextSet
 
 
 @dataclass(frozen=True)
@@ -38,11 +43,63 @@ class Survey:
         return save_artefact(path, "survey", body)
 
 
-def survey_models(diagnoses: Sequence[Diagnosis]) -> Survey:
-    """Compare diagnoses of several models."""
+def survey(
+    sources: Sequence[Diagnosis | LoadedModel | Path | str],
+    *,
+    texts: TextSet | None = None,
+    max_length: int = 512,
+    batch_size: int = 4,
+    dtype: str | None = None,
+    device_map: str | None = None,
+    progress: Progress = silent,
+) -> Survey:
+    """Compare several models: diagnoses in hand, files of them (.json), or models to diagnose.
+
+    Without `texts` a model is diagnosed on its default ones; the other options are for models too.
+    """
+    diagnoses: list[Diagnosis] = []
+    for source in sources:
+        if isinstance(source, Diagnosis):
+            diagnoses.append(source)
+        elif isinstance(source, (str, Path)) and str(source).endswith(".json"):
+            diagnoses += read_diagnoses(Path(source))
+        else:
+            loaded = _loaded(source, dtype, device_map)
+            diagnoses.append(_diagnose(loaded, texts, max_length, batch_size, progress))
     if not diagnoses:
         raise HeadwiseError("nothing to survey", fix="name at least one model or diagnosis.json")
     return Survey(tuple(_row(diagnosis) for diagnosis in diagnoses), tuple(diagnoses))
+
+
+def _loaded(
+    source: LoadedModel | Path | str, dtype: str | None, device_map: str | None
+) -> LoadedModel:
+    from headwise.models.loading import load_model  # late: a survey of files needs no torch
+
+    if isinstance(source, (str, Path)):
+        return load_model(str(source), dtype=dtype, device_map=device_map)
+    return source
+
+
+def _diagnose(
+    loaded: LoadedModel,
+    texts: TextSet | None,
+    max_length: int,
+    batch_size: int,
+    progress: Progress,
+) -> Diagnosis:
+    from headwise.diagnosis.diagnose import diagnose  # late, as above
+    from headwise.texts.text_sets import default_texts
+
+    return diagnose(
+        loaded.model,
+        loaded.tokenizer,
+        default_texts(loaded.id) if texts is None else texts,
+        name=loaded.id,
+        max_length=max_length,
+        batch_size=batch_size,
+        progress=progress,
+    )
 
 
 def _row(diagnosis: Diagnosis) -> dict[str, Any]:
@@ -89,11 +146,11 @@ def read_diagnoses(path: Path) -> list[Diagnosis]:
     return [Diagnosis.from_json(body)]
 
 
-def survey_table(survey: Survey) -> tuple[list[str], list[list[object]]]:
+def survey_table(result: Survey) -> tuple[list[str], list[list[object]]]:
     """Columns and rows of the cross-scale table (paper Table 1, layer shares computed rightly)."""
     columns = ["model", "weights", "heads", "sick", "band", "layers sick in band", "slope~sick"]
     rows: list[list[object]] = []
-    for row in survey.rows:
+    for row in result.rows:
         low, high = row["band_layer_share_min"], row["band_layer_share_max"]
         rho = row["spearman_slope_sick_share"]
         rows.append(

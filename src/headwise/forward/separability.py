@@ -98,7 +98,7 @@ class HeadCheck:
         return f"zeroing its output weights differs from ablation by {self.silencing_error:.1e}"
 
 
-def check_heads(model: PreTrainedModel, *, seed: int = 0) -> HeadCheck:
+def check(model: PreTrainedModel, *, seed: int = 0) -> HeadCheck:
     """Probe first, middle and last layers and heads; the model is left bit for bit as it was."""
     geometry = geometry_of(model)
     _require_row_fits(model)

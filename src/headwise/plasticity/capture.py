@@ -39,7 +39,7 @@ from headwise.models.description import describe_model
 from headwise.models.tensor_files import write_array
 from headwise.plasticity.buckets import Buckets
 from headwise.plasticity.writer import assemble
-from headwise.progress import track
+from headwise.progress import Progress, silent, track
 from headwise.texts.batches import batches, encode_texts
 from headwise.texts.text_sets import TextSet
 
@@ -74,7 +74,7 @@ class Captured:
     note: str = ""
 
 
-def capture_qk(
+def capture(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     texts: TextSet,
@@ -85,7 +85,7 @@ def capture_qk(
     settings: CaptureSettings | None = None,
     batch_size: int = 4,
     resume: bool = False,
-    quiet: bool = True,
+    progress: Progress = silent,
 ) -> Captured:
     """Capture the chosen query heads (default all) and the key heads they use."""
     settings = settings or CaptureSettings()
@@ -99,7 +99,7 @@ def capture_qk(
         return finished
     staging = _prepare(folder, meta)
     groups = list(range(0, len(encoded), _GROUP_TEXTS))
-    for start in track(groups, "capturing", quiet=quiet):
+    for start in track(groups, "capturing", progress):
         path = staging / f"group-{start:06d}"
         if not (path / "done").exists():
             part = encoded[start : start + _GROUP_TEXTS]

@@ -11,7 +11,7 @@ backend, and however often the run was stopped and resumed.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,20 +36,18 @@ from headwise.plasticity.tables import (
     save_summary,
     write_tables,
 )
+from headwise.progress import Progress, silent
 
 __all__ = [
     "HeadFailure",
     "Plasticity",
     "PlasticitySettings",
-    "compute_plasticity",
     "load_settings",
+    "measure_plasticity",
 ]
 
 
 HEADS_FOLDER = ".heads"  # one small file for each finished head, for --resume
-
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -66,19 +64,19 @@ class Plasticity:
     files: tuple[Path, ...]
 
 
-def compute_plasticity(
+def measure_plasticity(
     source: Path | str | PlasticitySettings,
     *,
     out: Path,
     resume: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = silent,
     **options: Any,
 ) -> Plasticity:
     """Measure every head of `source` (a folder, a YAML file or settings) and write `out`.
 
     `options` are fields of `PlasticitySettings` that override the source's. Heads that fail are in
     `failures` and the others are finished; with `resume` finished heads of an earlier run with the
-    same settings and files are taken from `out`. `progress(done, total)` counts heads.
+    same settings and files are taken from `out`. `progress` counts heads.
     """
     out = Path(out)
     settings = _settings_of(source).replaced(**options)
@@ -93,8 +91,7 @@ def compute_plasticity(
                 failures.append(item)
             else:
                 records.append(_keep(out, folder, group, item, settings))
-        if progress is not None:
-            progress(len(records) + len(failures), total)
+        progress("heads", len(records) + len(failures), total, "")
     records.sort(key=lambda record: (record["layer"], record["q_head"]))
     failures.sort(key=lambda failure: (failure.layer, failure.q_head))
     if records and all(record["overall"] is None for record in records):

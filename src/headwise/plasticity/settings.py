@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from headwise.artefacts import content_hash, to_json
 from headwise.plasticity.query_model import Definition
-from headwise.settings import read_yaml, validated
+from headwise.settings import changed, read_yaml, validated
 
 SEED_DATASET = "viktoroo/sniffed-qk"
 
@@ -89,8 +89,7 @@ class PlasticitySettings(BaseModel):
     def replaced(self, **changes: Any) -> PlasticitySettings:
         """These settings with some fields changed, checked again; None changes nothing."""
         given = {name: value for name, value in changes.items() if value is not None}
-        body = {**self.model_dump(exclude_unset=True), **given}
-        return validated(PlasticitySettings, body, "the given options")
+        return changed(self, **given)
 
 
 def load_settings(path: Path) -> PlasticitySettings:

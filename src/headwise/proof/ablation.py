@@ -26,10 +26,10 @@ from headwise.forward.losses import shifted_targets, summed_loss, token_losses
 from headwise.forward.partial_run import layer_inputs, replaced_attention, run_from
 from headwise.forward.tap import Reader, Sight, tapped
 from headwise.heads import Head
-from headwise.intervals import Interval, mean_interval, mean_intervals
+from headwise.intervals import Interval, mean_intervals
 from headwise.models.architectures import device_of, geometry_of
 from headwise.models.slices import head_spans
-from headwise.progress import track
+from headwise.progress import Progress, silent, track
 from headwise.texts.batches import Batch, batches
 
 _TOKENS = 2048  # a batch of ablations: enough for the GEMMs, little enough for the caches
@@ -52,12 +52,8 @@ class Ablation:
     tokens: Int[np.ndarray, "document"] = field(repr=False)
 
     def intervals(self, seed: int = 0) -> list[Interval]:
-        """Mean change of loss a token, one interval a set; positive: the heads were useful."""
+        """Mean change of loss per token, one interval a set; positive: the heads were useful."""
         return mean_intervals(self.deltas, self.tokens, seed=seed)
-
-    def interval(self, index: int, seed: int = 0) -> Interval:
-        """The interval of one set."""
-        return mean_interval(self.deltas[index], self.tokens, seed=seed)
 
 
 def ablate_heads(
@@ -69,7 +65,7 @@ def ablate_heads(
     means: Float[Tensor, "layer head value"] | None = None,
     batch_size: int = 1,
     stack: int | None = None,
-    quiet: bool = True,
+    progress: Progress = silent,
 ) -> Ablation:
     """Exact change of loss for each set of heads; `means` is needed for mean ablation.
 
@@ -81,7 +77,7 @@ def ablate_heads(
     deltas = np.zeros((len(chosen), len(encoded)))
     tokens = np.array([len(ids) - 1 for ids in encoded])
     value = _replacements(replacement, means)
-    for batch in track(list(batches(encoded, batch_size)), "ablating heads", quiet=quiet):
+    for batch in track(list(batches(encoded, batch_size)), "ablating heads", progress):
         rows = list(batch.index)
         with torch.inference_mode():
             passed = _base_pass(model, batch)
@@ -266,9 +262,11 @@ def _add_first_order(model: PreTrainedModel, batch: Batch, estimate: Tensor) -> 
         estimate[layer] -= gradient.flatten().double().cpu()
 
 
-def ablation_json(ablation: Ablation, labels: Sequence[str]) -> dict[str, Any]:
+def ablation_json(ablation: Ablation, labels: Sequence[str], seed: int = 0) -> dict[str, Any]:
     """Named rows for `evaluation.json`."""
     return {
         label: {**interval.to_json(), "heads": [str(head) for head in heads]}
-        for label, interval, heads in zip(labels, ablation.intervals(), ablation.sets, strict=True)
+        for label, interval, heads in zip(
+            labels, ablation.intervals(seed), ablation.sets, strict=True
+        )
     }

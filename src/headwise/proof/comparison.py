@@ -84,11 +84,13 @@ def compare(
     plan: SurgeryPlan | None = None,
     checkpoints: Sequence[tuple[int, Map]] = (),
     whole_layers: bool = False,
+    seed: int = 0,
 ) -> Comparison:
     """Compare two conditions; `checkpoints` are the run's (step, first-token mass) maps.
 
     Their changes are from the run's own map before the operation (step -1), read on the same text.
     `whole_layers`: the patch changes whole projections (lora), not only the planned heads.
+    `seed` is the bootstrap's.
     """
     _require_comparable(before, after)
     plan = plan or _plan_of(after)
@@ -107,10 +109,11 @@ def compare(
         "trajectories": trajectory_shapes(deltas, zones["watched"]),
         "two_phenomena": two_phenomena(deltas, zones),
         "plasticity": plasticity_change(before, after, zones),
-        "losses": paired_losses(before.evaluation, after.evaluation),
+        "losses": paired_losses(before.evaluation, after.evaluation, seed),
         "recovery": None if after.evaluation is None else after.evaluation.body.get("recovery"),
         "provenance": {
             "versions": versions(),
+            "settings": {"seed": seed},
             "before": before.diagnosis.provenance,
             "after": after.diagnosis.provenance,
         },
@@ -216,7 +219,9 @@ def plasticity_change(
     }
 
 
-def paired_losses(before: Evaluation | None, after: Evaluation | None) -> dict[str, Any]:
+def paired_losses(
+    before: Evaluation | None, after: Evaluation | None, seed: int = 0
+) -> dict[str, Any]:
     """Change of mean loss on every text set both saw, paired by document."""
     if before is None or after is None:
         return {}
@@ -229,7 +234,7 @@ def paired_losses(before: Evaluation | None, after: Evaluation | None) -> dict[s
             raise ArtefactError(f"the text set {name!r} differs between the two evaluations")
         tokens = np.array(left["document_tokens"])
         difference = np.array(right["document_loss_sums"]) - np.array(left["document_loss_sums"])
-        interval = mean_interval(difference, tokens)
+        interval = mean_interval(difference, tokens, seed=seed)
         result[name] = {
             "before": left["loss"],
             "after": right["loss"],

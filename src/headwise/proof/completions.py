@@ -1,18 +1,12 @@
 """Completions side by side: the same prompts, the same random numbers, several conditions.
 
 Each prompt has its own generator, seeded by a stable hash of seed and prompt (Python's `hash` is
-salted per process and would not reproduce). Simple measures stand beside the texts, so that
-imprinting and degeneration are seen, not guessed.
+salted per process and would not reproduce).
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,86 +16,88 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from headwise.artefacts import content_hash
-from headwise.bundled import DATA
-from headwise.errors import TextError
 from headwise.models.architectures import architecture_of, device_of
-from headwise.progress import track
-
-PROMPTS = DATA / "prompts" / "completions.jsonl"
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One prompt and what kind of text it asks for."""
-
-    text: str
-    category: str = "given"
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How completions are drawn; the defaults are the paper's."""
-
-    new_tokens: int = 100
-    temperature: float = 0.7
-    top_p: float = 0.92
-    seed: int = 42
-
-
-def bundled_prompts() -> list[Prompt]:
-    """50 prompts of our own: conceptual, technical, narrative, code, French and Spanish."""
-    return read_prompts(PROMPTS)
-
-
-def read_prompts(path: Path) -> list[Prompt]:
-    """Prompts from a .jsonl file (`prompt`, optional `category`) or one a line from a text file."""
-    try:
-        lines = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise TextError(f"prompts cannot be read ({error})", where=path) from None
-    if not lines:
-        raise TextError("no prompts", where=path, fix="one prompt a line, or .jsonl with `prompt`")
-    if path.suffix != ".jsonl":
-        return [Prompt(line) for line in lines]
-    try:
-        rows = [json.loads(line) for line in lines]
-        return [Prompt(str(row["prompt"]), str(row.get("category", "given"))) for row in rows]
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise TextError(
-            f"not one JSON object with a `prompt` a line ({error})", where=path
-        ) from None
+from headwise.models.patch import Patch
+from headwise.progress import Progress, silent, track
+from headwise.proof.completed_texts import (
+    Completion,
+    Completions,
+    Prompt,
+    Sampling,
+    bundled_prompts,
+    measure_text,
+    prompts_hash,
+)
 
 
 def complete(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt] | None = None,
+    sampling: Sampling | None = None,
+    *,
+    patches: Mapping[str, Sequence[Patch | Path]] | None = None,
+    base: Mapping[str, Any] | None = None,
+    batch_size: int = 10,
+    progress: Progress = silent,
+) -> Completions:
+    """Complete prompts (default: the bundled ones) with the stock model and with patches.
+
+    `patches` names conditions and what each applies, in order; a path is read when its turn comes.
+    `base` describes the stock model in the artefact. The model is left as it was.
+    """
+    chosen = bundled_prompts() if prompts is None else list(prompts)
+    how = sampling or Sampling()
+    conditions: dict[str, list[Completion]] = {}
+    for name, applied in {"stock": (), **(patches or {})}.items():
+        read = [Patch.load(one) if isinstance(one, Path) else one for one in applied]
+        conditions[name] = _with_patches(
+            model, tokenizer, chosen, how, read, batch_size=batch_size, progress=progress
+        )
+    known = {} if base is None else {"model": dict(base)}
+    return Completions(conditions, how, {**known, "prompts_sha256": prompts_hash(chosen)})
+
+
+def _with_patches(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    patches: Sequence[Patch],
+    *,
+    batch_size: int,
+    progress: Progress,
+) -> list[Completion]:
+    applied: list[Patch] = []
+    try:
+        for patch in patches:
+            patch.apply(model)
+            applied.append(patch)
+        return complete_prompts(
+            model, tokenizer, prompts, sampling, batch_size=batch_size, progress=progress
+        )
+    finally:
+        for patch in reversed(applied):
+            patch.undo(model)
+
+
+def complete_prompts(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
     sampling: Sampling,
     *,
     batch_size: int = 10,
-    quiet: bool = True,
-) -> list[dict[str, Any]]:
-    """One row a prompt: the completion and its measures."""
-    rows: list[dict[str, Any]] = []
+    progress: Progress = silent,
+) -> list[Completion]:
+    """One completion a prompt, by the model as it is."""
+    rows: list[Completion] = []
     starts = list(range(0, len(prompts), batch_size))
-    for start in track(starts, "completing", quiet=quiet):
+    for start in track(starts, "completing", progress):
         part = prompts[start : start + batch_size]
         for prompt, text in zip(part, _sample(model, tokenizer, part, sampling), strict=True):
-            row = {"prompt": prompt.text, "category": prompt.category, "completion": text}
-            rows.append({**row, "measures": measure_text(text, prompt)})
+            rows.append(Completion(prompt, text, measure_text(text, prompt)))
     return rows
-
-
-def completions_body(
-    conditions: dict[str, list[dict[str, Any]]], sampling: Sampling, provenance: dict[str, Any]
-) -> dict[str, Any]:
-    """The body of `completions.json`."""
-    return {
-        "conditions": conditions,
-        "summary": {name: summarise(rows) for name, rows in conditions.items()},
-        "sampling": sampling.__dict__ | {},
-        "provenance": provenance,
-    }
 
 
 def prompt_seed(prompt: str, seed: int) -> int:
@@ -169,67 +165,3 @@ def _draw(
     p = torch.where(p.cumsum(-1) - p < sampling.top_p, p, 0.0)
     picks = [torch.multinomial(row, 1, generator=g) for row, g in zip(p, generators, strict=True)]
     return order.gather(1, torch.stack(picks)).squeeze(1)
-
-
-_STOPWORDS = {
-    "en": {"the", "and", "of", "to", "in", "that", "is", "was", "it", "for", "with", "his", "her"},
-    "fr": {"le", "la", "les", "et", "de", "des", "un", "une", "est", "que", "qui", "dans", "il"},
-    "es": {"el", "la", "los", "las", "y", "de", "un", "una", "es", "que", "en", "por", "con"},
-}
-
-
-_MARKUP = re.compile(r"</?[a-zA-Z][^>]*>|&[a-z]+;|\b(?:div|span|class|href)=")
-
-
-def measure_text(text: str, prompt: Prompt) -> dict[str, Any]:
-    """Length, distinct-n, repetition, share of markup, and whether the language changed."""
-    words = re.findall(r"\w+", text.lower())
-    markup = sum(len(match.group()) for match in _MARKUP.finditer(text))
-    asked, given = guess_language(prompt.text), guess_language(text)
-    return {
-        "words": len(words),
-        **{f"distinct_{n}": _distinct(words, n) for n in (1, 2, 3)},
-        "repetition": 1 - _distinct(words, 4),
-        "markup_share": markup / max(len(text), 1),
-        "language": given,
-        "language_drift": asked is not None and given is not None and asked != given,
-    }
-
-
-def _distinct(words: list[str], n: int) -> float:
-    grams = [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
-    return len(set(grams)) / len(grams) if grams else 1.0
-
-
-def guess_language(text: str) -> str | None:
-    """English, French or Spanish by function words; None if they do not tell."""
-    words = Counter(re.findall(r"\w+", text.lower()))
-    scores = {name: sum(words[w] for w in found) for name, found in _STOPWORDS.items()}
-    best = max(scores, key=lambda name: scores[name])
-    rivals = sorted(scores.values())
-    return best if rivals[-1] > rivals[-2] else None
-
-
-def summarise(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Means of the measures over prompts, for all and for each category."""
-    groups = {"all": list(rows)}
-    for row in rows:
-        groups.setdefault(row["category"], []).append(row)
-    names = (
-        "words",
-        "distinct_1",
-        "distinct_2",
-        "distinct_3",
-        "repetition",
-        "markup_share",
-        "language_drift",
-    )
-    return {
-        group: {name: sum(float(r["measures"][name]) for r in found) / len(found) for name in names}
-        for group, found in groups.items()
-    }
-
-
-def prompts_hash(prompts: Sequence[Prompt]) -> str:
-    """Identity of a prompt set."""
-    return hashlib.sha256("\0".join(p.text for p in prompts).encode()).hexdigest()

@@ -23,6 +23,7 @@ from headwise.errors import TextError
 from headwise.heads import Head, all_heads, select_heads
 from headwise.models.architectures import geometry_of
 from headwise.models.description import describe_model
+from headwise.progress import Progress, silent
 from headwise.proof.ablation import Ablation, ablate_heads, ablation_json, first_order_importance
 from headwise.proof.evaluation import Evaluation
 from headwise.proof.perplexity import TextLosses, text_losses
@@ -54,28 +55,35 @@ def evaluate(
     window: int = 512,
     max_texts: int = 64,
     batch_size: int = 4,
-    quiet: bool = True,
+    seed: int = 0,
+    progress: Progress = silent,
 ) -> Evaluation:
     """Evaluate one condition; heads are judged on the first text set.
 
     `patches` and `base` describe what was applied to which model; `ablated` heads are ablated one
-    by one (default: all), `joint` sets together.
+    by one (default: all), `joint` sets together; `seed` is the bootstrap's.
     """
     if not text_sets:
         raise TextError("no text to evaluate on", fix="pass --texts")
     judged = TextSet(text_sets[0].name, text_sets[0].texts[:max_texts])
     encoded = encode_texts(tokenizer, judged.texts, max_length=window)
-    losses = _losses(model, tokenizer, text_sets, window, batch_size, quiet)
-    settings = {"window": window, "max_texts": max_texts}
+    losses = _losses(model, tokenizer, text_sets, window, batch_size, progress)
+    settings = {"window": window, "max_texts": max_texts, "seed": seed}
     diagnosis = diagnose(
-        model, tokenizer, judged, name=name, max_length=window, batch_size=batch_size, quiet=quiet
+        model,
+        tokenizer,
+        judged,
+        name=name,
+        max_length=window,
+        batch_size=batch_size,
+        progress=progress,
     )
-    heads = _heads_body(model, encoded, ablated, joint or {}, batch_size, quiet)
+    heads = _heads_body(model, encoded, ablated, joint or {}, batch_size, progress, seed)
     return Evaluation(
         {
             "model": dict(base or describe_model(model, name)),
             "patches": [dict(patch) for patch in patches],
-            "text_sets": {key: value.to_json() for key, value in losses.items()},
+            "text_sets": {key: value.to_json(seed) for key, value in losses.items()},
             "diagnosis": diagnosis.to_json(),
             "heads": heads,
             "recovery": _recovery(diagnosis, heads, patches),
@@ -95,11 +103,13 @@ def _losses(
     text_sets: Sequence[TextSet],
     window: int,
     batch_size: int,
-    quiet: bool,
+    progress: Progress,
 ) -> dict[str, TextLosses]:
     """Losses of every set; a text that stands in several sets is scored once."""
     every = TextSet("all", tuple(dict.fromkeys(t for texts in text_sets for t in texts.texts)))
-    found = text_losses(model, tokenizer, every, window=window, batch_size=batch_size, quiet=quiet)
+    found = text_losses(
+        model, tokenizer, every, window=window, batch_size=batch_size, progress=progress
+    )
     place = {text: number for number, text in enumerate(every.texts)}
     rows = {texts.name: [place[text] for text in texts.texts] for texts in text_sets}
     return {
@@ -138,9 +148,10 @@ def _heads_body(
     ablated: Sequence[Head] | None,
     joint: Mapping[str, Sequence[Head]],
     batch_size: int,
-    quiet: bool,
+    progress: Progress,
+    seed: int,
 ) -> dict[str, Any]:
-    """Single, joint and first-order ablation costs; mean loss a token in nats."""
+    """Single, joint and first-order ablation costs; mean loss in nats per token."""
     geometry = geometry_of(model)
     every = all_heads(geometry.num_layers, geometry.num_heads)
     singles = list(every if ablated is None else ablated)
@@ -151,9 +162,9 @@ def _heads_body(
     body: dict[str, Any] = {"documents": len(encoded)}
     for replacement in ("zero", "mean"):
         found = ablate_heads(
-            model, encoded, sets, replacement=replacement, means=means, quiet=quiet
+            model, encoded, sets, replacement=replacement, means=means, progress=progress
         )
-        body[f"ablation_{replacement}"] = ablation_json(found, labels)
+        body[f"ablation_{replacement}"] = ablation_json(found, labels, seed)
         if replacement == "zero":
             body["first_order"] = _first_order(model, encoded, found, singles, batch_size)
     return body

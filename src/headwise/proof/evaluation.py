@@ -30,8 +30,3 @@ class Evaluation:
     def diagnosis(self) -> Diagnosis:
         """The heads as they were measured in this condition."""
         return Diagnosis.from_json(self.body["diagnosis"])
-
-    def perplexity(self, name: str) -> Mapping[str, float]:
-        """Perplexity with its interval on one text set."""
-        found: Mapping[str, float] = self.body["text_sets"][name]["perplexity"]
-        return found

@@ -19,7 +19,7 @@ from headwise.forward.losses import IGNORED, shifted_targets, token_losses
 from headwise.forward.tap import tapped
 from headwise.intervals import Interval, mean_interval
 from headwise.models.architectures import device_of
-from headwise.progress import track
+from headwise.progress import Progress, silent, track
 from headwise.texts.batches import batches, encode_texts
 from headwise.texts.text_sets import TextSet
 
@@ -33,12 +33,12 @@ class TextLosses:
     tokens: Int[np.ndarray, "document"] = field(repr=False)
 
     def loss(self, seed: int = 0) -> Interval:
-        """Mean loss in nats a predicted token."""
+        """Mean loss in nats per predicted token."""
         return mean_interval(self.sums, self.tokens, seed=seed)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self, seed: int = 0) -> dict[str, Any]:
         """The entry of a text set in `evaluation.json`."""
-        loss = self.loss()
+        loss = self.loss(seed)
         return {
             "texts": self.texts.describe(),
             "loss": loss.to_json(),
@@ -82,7 +82,7 @@ def text_losses(
     stride: int | None = None,
     batch_size: int = 4,
     bos: bool = False,
-    quiet: bool = True,
+    progress: Progress = silent,
 ) -> TextLosses:
     """Losses of every document of a text set, whole documents, whatever their length."""
     encoded = encode_texts(tokenizer, texts.texts, max_length=None, bos=bos)
@@ -91,7 +91,7 @@ def text_losses(
     tokens = np.zeros(len(encoded), dtype=np.int64)
     device = device_of(model)
     work = list(batches(windows.encoded, batch_size))
-    for batch in track(work, f"perplexity on {texts.name[:30]}", quiet=quiet):
+    for batch in track(work, f"perplexity on {texts.name[:30]}", progress):
         ids = batch.ids.to(device)
         targets = shifted_targets(ids, batch.lengths)
         for row, piece in enumerate(batch.index):

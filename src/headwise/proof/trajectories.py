@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float
 
-from headwise.artefacts import read_lines
 from headwise.heads import heads_where
+from headwise.surgery.run_state import read_maps
 
 TREND = 0.02  # the paper's rule for a column
 
@@ -26,11 +26,11 @@ def run_maps(run: Path, first: Path | None = None) -> list[tuple[int, Map]]:
 
     A second pass starts from the patched model, and changes are told from the untouched one.
     """
-    rows = read_lines(run / "maps.jsonl")
+    maps = read_maps(run)
     if first is not None:
-        start = [row for row in read_lines(first / "maps.jsonl") if row["step"] < 0]
-        rows = start + [row for row in rows if row["step"] >= 0]
-    return [(int(row["step"]), np.array(row["first_token_mass"], dtype=float)) for row in rows]
+        start = [found for found in read_maps(first) if found.step < 0]
+        maps = start + [found for found in maps if found.step >= 0]
+    return [(found.step, np.array(found.first_token_mass, dtype=float)) for found in maps]
 
 
 def step_deltas(maps: Sequence[tuple[int, Map]], stock: Map) -> list[tuple[int, Map]]:

@@ -7,12 +7,11 @@
     OUT/completions.json      stock and each arm of the first seed, side by side
     OUT/summary.json          paired statistics over arms and seeds
 
-A finished artefact is never made again, so a killed study goes on where it stopped.
+A finished artefact is read, not made again, so a killed study goes on where it stopped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,30 +23,26 @@ from headwise.errors import ArtefactError, SelectionError
 from headwise.heads import Head
 from headwise.models.loading import LoadedModel, load_model
 from headwise.models.patch import Patch
+from headwise.progress import Progress, silent, stage
 from headwise.proof.comparison import Snapshot, compare
-from headwise.proof.completions import (
-    Sampling,
-    bundled_prompts,
-    complete,
-    completions_body,
-    prompts_hash,
-)
+from headwise.proof.completed_texts import bundled_prompts
+from headwise.proof.completions import complete
 from headwise.proof.evaluate import evaluate, operated_heads
 from headwise.proof.evaluation import Evaluation
 from headwise.proof.trajectories import Map, run_maps
+from headwise.settings import changed
 from headwise.studies.study import PlanChoice, Study, StudyArm
 from headwise.studies.summary import summarise_study
 from headwise.surgery.plan import SurgeryPlan, make_plan
 from headwise.surgery.recipe import Recipe
 from headwise.surgery.repair import repair
+from headwise.surgery.run_settings import PATCH, RUN
 from headwise.texts.corpus import Corpus, build_corpus
 from headwise.texts.text_sets import TextSet
 
-Say = Callable[[str], None]
-
 
 @dataclass(frozen=True)
-class Bench:
+class StudySetting:
     """What all arms share: the loaded model, the held-out texts and the stock condition."""
 
     study: Study
@@ -55,8 +50,7 @@ class Bench:
     loaded: LoadedModel = field(repr=False)
     base: dict[str, Any] = field(repr=False)
     heldout: list[TextSet] = field(repr=False)
-    quiet: bool
-    say: Say
+    progress: Progress = field(repr=False)
     corpora: dict[tuple[str, int], Corpus] = field(default_factory=dict, repr=False)
 
     def corpus(self, name: str, recipe: Recipe) -> Corpus:
@@ -81,17 +75,17 @@ class Bench:
         return min(self.study.window, int(limit))
 
 
-def run_study(study: Study, *, out: Path, quiet: bool = True, say: Say = lambda line: None) -> Path:
+def run_study(study: Study, *, out: Path, progress: Progress = silent) -> Path:
     """Run, or go on with, a study; returns its folder."""
     _require_same(study, out)
     loaded = load_model(study.model, dtype=study.dtype, device_map=study.device_map)
-    bench = Bench(study, out, loaded, loaded.describe(), study.heldout_texts(), quiet, say)
-    stock = _stock_diagnosis(bench)
+    setting = StudySetting(study, out, loaded, loaded.describe(), study.heldout_texts(), progress)
+    stock = _stock_diagnosis(setting)
     plans = {arm.name: _plan(stock, arm.plan or study.plan) for arm in study.arms}
-    before = _stock_evaluation(bench, stock, plans)
+    before = _stock_evaluation(setting, stock, plans)
     for arm, seed in study.runs():
-        _run_arm(bench, arm, seed, plans[arm.name], before)
-    _complete(bench)
+        _run_arm(setting, arm, seed, plans[arm.name], before)
+    _complete(setting)
     summary = summarise_study(out, study)
     save_artefact(out / "summary.json", "study-summary", summary)
     return out
@@ -114,20 +108,20 @@ def _require_same(study: Study, out: Path) -> None:
     save_artefact(path, "study", body)
 
 
-def _stock_diagnosis(bench: Bench) -> Diagnosis:
-    path = bench.out / "stock" / "diagnosis.json"
+def _stock_diagnosis(setting: StudySetting) -> Diagnosis:
+    path = setting.out / "stock" / "diagnosis.json"
     if path.exists():
         return Diagnosis.load(path)
-    bench.say("diagnosing the stock model")
-    judged = TextSet(bench.heldout[0].name, bench.heldout[0].texts[: bench.study.max_texts])
+    stage("diagnosing the stock model", setting.progress)
+    judged = TextSet(setting.heldout[0].name, setting.heldout[0].texts[: setting.study.max_texts])
     diagnosis = diagnose(
-        bench.loaded.model,
-        bench.loaded.tokenizer,
+        setting.loaded.model,
+        setting.loaded.tokenizer,
         judged,
-        name=bench.loaded.id,
-        max_length=bench.window,
-        batch_size=bench.study.batch_size,
-        quiet=bench.quiet,
+        name=setting.loaded.id,
+        max_length=setting.window,
+        batch_size=setting.study.batch_size,
+        progress=setting.progress,
     )
     diagnosis.save(path)
     return diagnosis
@@ -137,40 +131,42 @@ def _plan(diagnosis: Diagnosis, choice: PlanChoice) -> SurgeryPlan:
     return make_plan(diagnosis, **choice.model_dump())
 
 
-def _stock_evaluation(bench: Bench, stock: Diagnosis, plans: dict[str, SurgeryPlan]) -> Evaluation:
-    path = bench.out / "stock" / "evaluation.json"
+def _stock_evaluation(
+    setting: StudySetting, stock: Diagnosis, plans: dict[str, SurgeryPlan]
+) -> Evaluation:
+    path = setting.out / "stock" / "evaluation.json"
     if path.exists():
         return Evaluation.load(path)
-    bench.say("evaluating the stock model")
+    stage("evaluating the stock model", setting.progress)
     joint = {name: plan.target_heads for name, plan in plans.items()}
-    found = _evaluate(bench, [], joint, _ablated(bench, [h for p in joint.values() for h in p]))
+    found = _evaluate(setting, [], joint, _ablated(setting, [h for p in joint.values() for h in p]))
     found.save(path)
     return found
 
 
-def _ablated(bench: Bench, operated: list[Head]) -> list[Head] | None:
-    return None if bench.study.ablate == "all" else sorted(set(operated))
+def _ablated(setting: StudySetting, operated: list[Head]) -> list[Head] | None:
+    return None if setting.study.ablate == "all" else sorted(set(operated))
 
 
 def _evaluate(
-    bench: Bench,
+    setting: StudySetting,
     patches: list[dict[str, Any]],
     joint: dict[str, list[Head]],
     ablated: list[Head] | None,
 ) -> Evaluation:
     return evaluate(
-        bench.loaded.model,
-        bench.loaded.tokenizer,
-        bench.heldout,
-        name=bench.loaded.id,
+        setting.loaded.model,
+        setting.loaded.tokenizer,
+        setting.heldout,
+        name=setting.loaded.id,
         patches=patches,
-        base=bench.base,
+        base=setting.base,
         ablated=ablated,
         joint=joint,
-        window=bench.window,
-        max_texts=bench.study.max_texts,
-        batch_size=bench.study.batch_size,
-        quiet=bench.quiet,
+        window=setting.window,
+        max_texts=setting.study.max_texts,
+        batch_size=setting.study.batch_size,
+        progress=setting.progress,
     )
 
 
@@ -180,58 +176,64 @@ def run_folder(out: Path, arm: str, seed: int, number: int = 1) -> Path:
     return folder if number == 1 else folder / f"pass{number}"
 
 
-def _run_arm(bench: Bench, arm: StudyArm, seed: int, plan: SurgeryPlan, before: Evaluation) -> None:
+def _run_arm(
+    setting: StudySetting, arm: StudyArm, seed: int, plan: SurgeryPlan, before: Evaluation
+) -> None:
     """All passes of one arm: repair, evaluate with the patches so far, compare with stock."""
     patches: list[Patch] = []
     try:
         for number in range(1, arm.passes + 1):
-            folder = run_folder(bench.out, arm.name, seed, number)
+            folder = run_folder(setting.out, arm.name, seed, number)
             if number > 1:
-                found = Evaluation.load(run_folder(bench.out, arm.name, seed) / "evaluation.json")
+                found = Evaluation.load(run_folder(setting.out, arm.name, seed) / "evaluation.json")
                 try:
-                    plan = _second_plan(bench, arm, found)
+                    plan = _second_plan(setting, arm, found)
                 except SelectionError:
-                    bench.say(f"{arm.name} s{seed}: nothing left to operate on in pass {number}")
+                    stage(
+                        f"{arm.name} s{seed}: nothing left to operate on in pass {number}",
+                        setting.progress,
+                    )
                     return
-            patches.append(_one_pass(bench, arm, seed, plan, folder))
-            patches[-1].apply(bench.loaded.model)
-            first = run_folder(bench.out, arm.name, seed)
-            _judge(bench, patches, folder, before, run_maps(folder, first), arm.mode == "lora")
+            patches.append(_one_pass(setting, arm, seed, plan, folder))
+            patches[-1].apply(setting.loaded.model)
+            first = run_folder(setting.out, arm.name, seed)
+            _prove(setting, patches, folder, before, run_maps(folder, first), arm.mode == "lora")
     finally:
         for patch in reversed(patches):
-            patch.undo(bench.loaded.model, force=True)
+            patch.undo(setting.loaded.model, force=True)
 
 
-def _second_plan(bench: Bench, arm: StudyArm, found: Evaluation) -> SurgeryPlan:
-    choice = (arm.plan or bench.study.plan).model_copy(update={"preset": "pass2", "heads": None})
-    diagnosis = found.diagnosis
+def _second_plan(setting: StudySetting, arm: StudyArm, found: Evaluation) -> SurgeryPlan:
+    choice = changed(arm.plan or setting.study.plan, preset="pass2", heads=None)
     # the plan is for the model as it is now: base plus the patches of the first pass
-    return _plan(diagnosis, choice)
+    return _plan(found.diagnosis, choice)
 
 
-def _one_pass(bench: Bench, arm: StudyArm, seed: int, plan: SurgeryPlan, folder: Path) -> Patch:
-    plan = plan.model_copy(update={"seed": plan.seed + seed})
+def _one_pass(
+    setting: StudySetting, arm: StudyArm, seed: int, plan: SurgeryPlan, folder: Path
+) -> Patch:
+    plan = changed(plan, seed=plan.seed + seed)
     if not (folder / "plan.yaml").exists():
         plan.save(folder / "plan.yaml")
-    bench.say(f"{arm.name} s{seed}: {arm.mode} on {len(plan.target_heads)} heads")
-    recipe = bench.study.recipe_of(arm)
+    stage(f"{arm.name} s{seed}: {arm.mode} on {len(plan.target_heads)} heads", setting.progress)
+    recipe = setting.study.recipe_of(arm)
     run = repair(
-        bench.loaded.model,
-        bench.loaded.tokenizer,
+        setting.loaded.model,
+        setting.loaded.tokenizer,
         plan,
-        bench.corpus(arm.corpus, recipe),
+        setting.corpus(arm.corpus, recipe),
         recipe,
         out=folder,
         mode=arm.mode,
         seed=seed,
-        resume=(folder / "run.json").exists(),
-        quiet=bench.quiet,
+        resume=(folder / RUN).exists(),
+        progress=setting.progress,
     )
     return run.patch
 
 
-def _judge(
-    bench: Bench,
+def _prove(
+    setting: StudySetting,
     patches: list[Patch],
     folder: Path,
     before: Evaluation,
@@ -243,7 +245,7 @@ def _judge(
     if not path.exists():
         info = [{**p.info, "num_weights": p.num_weights} for p in patches]
         targets = operated_heads(info)
-        _evaluate(bench, info, {"operated": targets}, _ablated(bench, targets)).save(path)
+        _evaluate(setting, info, {"operated": targets}, _ablated(setting, targets)).save(path)
     after = Evaluation.load(path)
     if not (folder / "comparison.json").exists():
         compare(
@@ -254,31 +256,25 @@ def _judge(
         ).save(folder / "comparison.json")
 
 
-def _complete(bench: Bench) -> None:
+def _complete(setting: StudySetting) -> None:
     """The same prompts through stock and every arm of the first seed."""
-    path = bench.out / "completions.json"
-    if bench.study.completions == 0 or path.exists():
+    path = setting.out / "completions.json"
+    if setting.study.completions == 0 or path.exists():
         return
-    bench.say("completing prompts")
-    step = max(1, 50 // bench.study.completions)
-    prompts = bundled_prompts()[::step][: bench.study.completions]
-    sampling = Sampling()
-    model, tokenizer = bench.loaded.model, bench.loaded.tokenizer
-    conditions = {"stock": complete(model, tokenizer, prompts, sampling)}
-    for arm in bench.study.arms:
-        seed = (arm.seeds or bench.study.seeds)[0]
-        patches = arm_patches(bench.out, arm, seed)
-        for patch in patches:
-            patch.apply(model)
-        conditions[arm.name] = complete(model, tokenizer, prompts, sampling)
-        for patch in reversed(patches):
-            patch.undo(model)
-    provenance = {"prompts_sha256": prompts_hash(prompts), "versions": versions()}
-    save_artefact(path, "completions", completions_body(conditions, sampling, provenance))
+    stage("completing prompts", setting.progress)
+    step = max(1, 50 // setting.study.completions)
+    prompts = bundled_prompts()[::step][: setting.study.completions]
+    patches: dict[str, list[Patch | Path]] = {
+        arm.name: [*arm_patches(setting.out, arm, (arm.seeds or setting.study.seeds)[0])]
+        for arm in setting.study.arms
+    }
+    loaded = setting.loaded
+    complete(
+        loaded.model, loaded.tokenizer, prompts, patches=patches, progress=setting.progress
+    ).save(path)
 
 
-def arm_patches(out: Path, arm: StudyArm, seed: int) -> list[Patch]:
-    """The patches of an arm, pass by pass."""
+def arm_patches(out: Path, arm: StudyArm, seed: int) -> list[Path]:
+    """The patch files of an arm, pass by pass."""
     folders = [run_folder(out, arm.name, seed, n) for n in range(1, arm.passes + 1)]
-    paths = [folder / "patch.safetensors" for folder in folders]
-    return [Patch.load(path) for path in paths if path.exists()]
+    return [path for folder in folders if (path := folder / PATCH).exists()]

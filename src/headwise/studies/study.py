@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from headwise.bundled import DATA
 from headwise.errors import SettingsError
 from headwise.models.patient import patient_texts
-from headwise.settings import read_yaml, validated
+from headwise.settings import changed, read_yaml, validated
 from headwise.surgery.modes import TRAINED, Mode
 from headwise.surgery.plan import Init, KvPolicy, Preset
 from headwise.surgery.recipe import Recipe, default_recipe, recipe_named
@@ -72,7 +72,7 @@ class Study(_Strict):
         base = recipe_named(self.recipe) if self.recipe else default_recipe(self.model)
         body = {**base.model_dump(), **self.changes, **arm.recipe}
         recipe = validated(Recipe, body, f"recipe of arm {arm.name}")
-        return recipe if arm.mode in TRAINED else recipe.model_copy(update={"steps": 0})
+        return recipe if arm.mode in TRAINED else changed(recipe, steps=0)
 
     def runs(self) -> list[tuple[StudyArm, int]]:
         """Every (arm, seed), in order."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from headwise.errors import SelectionError
 from headwise.heads import Head, format_heads
+from headwise.settings import changed
 from headwise.surgery.plan import SurgeryPlan
 
 Mode = Literal["surgery", "sham", "gradient-only", "ablate", "random-heads", "lora"]
@@ -35,4 +36,4 @@ def random_heads_plan(plan: SurgeryPlan, seed: int) -> SurgeryPlan:
         pick = pool[int(generator.integers(len(pool)))]
         free.remove(pick)
         chosen.append(pick)
-    return plan.model_copy(update={"targets": format_heads(chosen), "watched": ""})
+    return changed(plan, targets=format_heads(chosen), watched="")

@@ -35,8 +35,8 @@ def plan_spans(model: PreTrainedModel, plan: SurgeryPlan) -> dict[str, Span]:
     return spans
 
 
-def require_planned_model(model: PreTrainedModel, plan: SurgeryPlan, *, force: bool) -> None:
-    """Refuse a plan that was made for another model."""
+def require_planned_model(model: PreTrainedModel, plan: SurgeryPlan, *, force: bool) -> str:
+    """Refuse a plan that was made for another model; returns the fingerprint of the weights."""
     geometry = geometry_of(model)
     shape = (plan.model.num_layers, plan.model.num_heads, plan.model.num_kv_heads)
     actual = (geometry.num_layers, geometry.num_heads, geometry.num_kv_heads)
@@ -46,12 +46,14 @@ def require_planned_model(model: PreTrainedModel, plan: SurgeryPlan, *, force: b
             where=f"plan made for {plan.model.id}",
             fix="make a plan from this model's own diagnosis",
         )
-    if not force and weight_fingerprint(model) != plan.model.fingerprint:
+    fingerprint = weight_fingerprint(model)
+    if not force and fingerprint != plan.model.fingerprint:
         raise ArtefactError(
             "the plan was made for other weights than these",
             where=f"plan made for {plan.model.id}",
             fix="diagnose this model and plan again, or use --force",
         )
+    return fingerprint
 
 
 def operate(

@@ -18,7 +18,7 @@ from headwise.artefacts import write_text
 from headwise.diagnosis.values import Diagnosis
 from headwise.errors import ArtefactError, SelectionError
 from headwise.heads import Head, format_heads, named_ranges, select_heads
-from headwise.settings import read_yaml, validated
+from headwise.settings import changed, read_yaml, validated
 
 PLAN_SCHEMA = "headwise.plan/1"
 
@@ -226,5 +226,4 @@ def join_plans(plans: Sequence[SurgeryPlan]) -> SurgeryPlan:
     """One plan for the zones of several passes: a head operated on in any pass is operated on."""
     targets = {head for plan in plans for head in plan.target_heads}
     watched = set(plans[0].watched_heads) - targets
-    changes = {"targets": format_heads(targets), "watched": format_heads(watched)}
-    return plans[-1].model_copy(update=changes)
+    return changed(plans[-1], targets=format_heads(targets), watched=format_heads(watched))

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -66,3 +67,11 @@ def batches(encoded: Sequence[Sequence[int]], batch_size: int) -> Iterator[Batch
         for row, i in enumerate(chosen):
             ids[row, : len(encoded[i])] = torch.tensor(list(encoded[i]))
         yield Batch(ids, lengths, tuple(chosen))
+
+
+def join_batches(parts: Sequence[Batch]) -> Batch:
+    """Several batches as one, right-padded to the longest."""
+    longest = max(part.ids.shape[1] for part in parts)
+    padded = [F.pad(part.ids, (0, longest - part.ids.shape[1])) for part in parts]
+    lengths = torch.cat([part.lengths for part in parts])
+    return Batch(torch.cat(padded), lengths, tuple(range(len(lengths))))

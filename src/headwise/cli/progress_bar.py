@@ -1,0 +1,100 @@
+"""Progress as the terminal shows it: a live bar, plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress as Bar,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from headwise.cli.show import console
+from headwise.progress import Progress, silent
+
+_PLAIN_EVERY = 15.0  # seconds between plain progress lines
+
+
+@contextmanager
+def progress_bars(quiet: bool) -> Iterator[Progress]:
+    """What a verb gives to its library function; a bar that an error leaves behind is removed."""
+    if quiet:
+        yield silent
+    elif sys.stderr.isatty():
+        live = _LiveBar()
+        try:
+            yield live
+        finally:
+            live.stop()
+    else:
+        yield _PlainLines()
+
+
+class _LiveBar:
+    """One bar at a time: a new title takes the place of the old one."""
+
+    def __init__(self) -> None:
+        self.bar: Bar | None = None
+        self.title = ""
+
+    def __call__(self, title: str, done: int, total: int, note: str) -> None:
+        if total == 0 or title != self.title:
+            self.stop()
+        if total == 0:
+            console().print(title)
+            return
+        if self.bar is None:
+            self.bar, self.title = _bar(), title
+            self.bar.add_task(title, total=total, completed=done, note=note)
+            self.bar.start()
+        self.bar.update(self.bar.task_ids[0], completed=done, note=note)
+        if done >= total:
+            self.stop()
+
+    def stop(self) -> None:
+        """Take the bar away."""
+        if self.bar is not None:
+            self.bar.stop()
+        self.bar = None
+
+
+def _bar() -> Bar:
+    return Bar(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("eta"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+        console=Console(stderr=True),
+        transient=True,
+    )
+
+
+class _PlainLines:
+    """A line now and then, so that logs stay readable."""
+
+    def __init__(self) -> None:
+        self.title = ""
+        self.last = time.monotonic()
+
+    def __call__(self, title: str, done: int, total: int, note: str) -> None:
+        if total == 0:
+            console().print(title)
+            return
+        now = time.monotonic()
+        if title != self.title or done == 0:
+            self.title, self.last = title, now
+        if now - self.last >= _PLAIN_EVERY:
+            self.last = now
+            sys.stderr.write(f"{title}: {done}/{total} {note}".rstrip() + "\n")
+            sys.stderr.flush()

@@ -1,0 +1,191 @@
+"""Completions as values: prompts, how they were sampled, what came, and simple measures of it.
+
+The measures stand beside the texts, so that imprinting and degeneration are seen, not guessed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headwise.artefacts import save_artefact, versions
+from headwise.bundled import DATA
+from headwise.errors import TextError
+
+PROMPTS = DATA / "prompts" / "completions.jsonl"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt and what kind of text it asks for."""
+
+    text: str
+    category: str = "given"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are drawn; the defaults are the paper's."""
+
+    new_tokens: int = 100
+    temperature: float = 0.7
+    top_p: float = 0.92
+    seed: int = 42
+
+
+def bundled_prompts() -> list[Prompt]:
+    """50 prompts of our own: conceptual, technical, narrative, code, French and Spanish."""
+    return read_prompts(PROMPTS)
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Prompts from a .jsonl file (`prompt`, optional `category`) or one a line from a text file."""
+    try:
+        lines = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise TextError(f"prompts cannot be read ({error})", where=path) from None
+    if not lines:
+        raise TextError("no prompts", where=path, fix="one prompt a line, or .jsonl with `prompt`")
+    if path.suffix != ".jsonl":
+        return [Prompt(line) for line in lines]
+    try:
+        rows = [json.loads(line) for line in lines]
+        return [Prompt(str(row["prompt"]), str(row.get("category", "given"))) for row in rows]
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise TextError(
+            f"not one JSON object with a `prompt` a line ({error})", where=path
+        ) from None
+
+
+@dataclass(frozen=True)
+class TextMeasures:
+    """Length, distinct-n, repetition, share of markup, and whether the language changed."""
+
+    words: int
+    distinct_1: float
+    distinct_2: float
+    distinct_3: float
+    repetition: float
+    markup_share: float
+    language: str | None
+    language_drift: bool
+
+
+_AVERAGED = (
+    "words",
+    "distinct_1",
+    "distinct_2",
+    "distinct_3",
+    "repetition",
+    "markup_share",
+    "language_drift",
+)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One prompt, what the model made of it, and the measures of that."""
+
+    prompt: Prompt
+    text: str
+    measures: TextMeasures
+
+    def to_json(self) -> dict[str, Any]:
+        """One row of a condition."""
+        return {
+            "prompt": self.prompt.text,
+            "category": self.prompt.category,
+            "completion": self.text,
+            "measures": asdict(self.measures),
+        }
+
+
+@dataclass(frozen=True)
+class Completions:
+    """The same prompts through several conditions."""
+
+    conditions: Mapping[str, Sequence[Completion]] = field(repr=False)
+    sampling: Sampling
+    provenance: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    def summary(self) -> dict[str, dict[str, dict[str, float]]]:
+        """Means of the measures by condition: over all prompts, and by category."""
+        return {name: summarise(rows) for name, rows in self.conditions.items()}
+
+    def save(self, path: Path) -> Path:
+        """Write `completions.json`."""
+        conditions = {
+            name: [row.to_json() for row in rows] for name, rows in self.conditions.items()
+        }
+        body = {
+            "conditions": conditions,
+            "summary": self.summary(),
+            "sampling": asdict(self.sampling),
+            "provenance": {**self.provenance, "versions": versions()},
+        }
+        return save_artefact(path, "completions", body)
+
+
+_STOPWORDS = {
+    "en": {"the", "and", "of", "to", "in", "that", "is", "was", "it", "for", "with", "his", "her"},
+    "fr": {"le", "la", "les", "et", "de", "des", "un", "une", "est", "que", "qui", "dans", "il"},
+    "es": {"el", "la", "los", "las", "y", "de", "un", "una", "es", "que", "en", "por", "con"},
+}
+
+
+_MARKUP = re.compile(r"</?[a-zA-Z][^>]*>|&[a-z]+;|\b(?:div|span|class|href)=")
+
+
+def measure_text(text: str, prompt: Prompt) -> TextMeasures:
+    """Measure one completion of a prompt."""
+    words = re.findall(r"\w+", text.lower())
+    markup = sum(len(match.group()) for match in _MARKUP.finditer(text))
+    asked, given = guess_language(prompt.text), guess_language(text)
+    return TextMeasures(
+        words=len(words),
+        distinct_1=_distinct(words, 1),
+        distinct_2=_distinct(words, 2),
+        distinct_3=_distinct(words, 3),
+        repetition=1 - _distinct(words, 4),
+        markup_share=markup / max(len(text), 1),
+        language=given,
+        language_drift=asked is not None and given is not None and asked != given,
+    )
+
+
+def _distinct(words: list[str], n: int) -> float:
+    grams = [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
+    return len(set(grams)) / len(grams) if grams else 1.0
+
+
+def guess_language(text: str) -> str | None:
+    """English, French or Spanish by function words; None if they do not tell."""
+    words = Counter(re.findall(r"\w+", text.lower()))
+    scores = {name: sum(words[w] for w in found) for name, found in _STOPWORDS.items()}
+    best = max(scores, key=lambda name: scores[name])
+    rivals = sorted(scores.values())
+    return best if rivals[-1] > rivals[-2] else None
+
+
+def summarise(rows: Sequence[Completion]) -> dict[str, dict[str, float]]:
+    """Means of the measures over prompts, for all and for each category."""
+    groups = {"all": [row.measures for row in rows]}
+    for row in rows:
+        groups.setdefault(row.prompt.category, []).append(row.measures)
+    return {
+        group: {
+            name: sum(float(getattr(m, name)) for m in found) / len(found) for name in _AVERAGED
+        }
+        for group, found in groups.items()
+    }
+
+
+def prompts_hash(prompts: Sequence[Prompt]) -> str:
+    """Identity of a prompt set."""
+    return hashlib.sha256("\0".join(p.text for p in prompts).encode()).hexdigest()

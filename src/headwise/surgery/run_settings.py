@@ -1,0 +1,94 @@
+"""What a run was asked to do: the content of `run.json`, written and read here alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headwise.artefacts import load_artefact, save_artefact, versions
+from headwise.errors import ArtefactError
+from headwise.settings import validated
+from headwise.surgery.modes import Mode
+from headwise.surgery.plan import SurgeryPlan
+from headwise.surgery.recipe import Recipe
+
+RUN, PATCH = "run.json", "patch.safetensors"
+
+
+_DECISIVE = ("model", "plan", "recipe", "mode", "seed", "corpus")
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Model, plan, recipe, mode, seed and corpus of one run, and whether it is finished."""
+
+    model: str
+    fingerprint: str  # of the weights that were operated on
+    plan: SurgeryPlan = field(repr=False)
+    recipe: Recipe = field(repr=False)
+    mode: Mode
+    seed: int
+    corpus: Mapping[str, Any] = field(repr=False)  # as the corpus describes itself
+    threads: int
+    versions: Mapping[str, str] = field(default_factory=versions, repr=False)
+    finished: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """The body of `run.json`."""
+        return {
+            "model": {"id": self.model, "fingerprint": self.fingerprint},
+            "plan": self.plan.model_dump(mode="json"),
+            "recipe": self.recipe.model_dump(mode="json"),
+            "mode": self.mode,
+            "seed": self.seed,
+            "corpus": dict(self.corpus),
+            "provenance": {"versions": dict(self.versions), "threads": self.threads},
+            "finished": self.finished,
+        }
+
+    def save(self, run: Path) -> Path:
+        """Write `run.json` into a run directory."""
+        return save_artefact(run / RUN, "run", self.to_json())
+
+    @staticmethod
+    def load(run: Path) -> RunSettings:
+        """Read the `run.json` of a run directory."""
+        path = run / RUN
+        body = load_artefact(path, "run")
+        try:
+            return RunSettings(
+                body["model"]["id"],
+                body["model"]["fingerprint"],
+                validated(SurgeryPlan, body["plan"], path),
+                validated(Recipe, body["recipe"], path),
+                body["mode"],
+                body["seed"],
+                body["corpus"],
+                body["provenance"]["threads"],
+                body["provenance"]["versions"],
+                body["finished"],
+            )
+        except KeyError as error:
+            raise ArtefactError(f"no {error} in the settings of a run", where=path) from None
+
+
+def is_finished(asked: RunSettings, run: Path, *, resume: bool) -> bool:
+    """Whether there is nothing left to do; a run directory with other settings is refused."""
+    if not (run / RUN).exists():
+        return False
+    if not resume:
+        raise ArtefactError(
+            "there is a run here already", where=run, fix="add --resume, or choose another --out"
+        )
+    before = RunSettings.load(run)
+    old, new = before.to_json(), asked.to_json()
+    for key in _DECISIVE:
+        if old[key] != new[key]:
+            raise ArtefactError(
+                f"cannot resume: {key} differs from the run that was started here",
+                where=run,
+                fix="use the same settings, or choose another --out",
+            )
+    return before.finished and (run / PATCH).exists()

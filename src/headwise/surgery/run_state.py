@@ -1,0 +1,134 @@
+"""Where a run is, and the rows it leaves behind in `trace.jsonl` and `maps.jsonl`.
+
+This is the one place that writes and reads these two files.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headwise.artefacts import read_lines, write_text
+from headwise.errors import ArtefactError
+
+BEFORE = -1  # the step of the map of the model before the operation
+
+
+TRACE, MAPS = "trace.jsonl", "maps.jsonl"
+
+
+MassMap = list[list[float]]  # [layer][head]
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """One optimizer step; the loss is the mean over its predicted tokens, in nats."""
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens: int
+    tokens_per_second: float
+
+    def to_json(self) -> dict[str, float]:
+        """A row of the trace."""
+        return dict(self.__dict__)
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The validation loss after so many steps, in nats per token."""
+
+    step: int
+    loss: float
+
+    def to_json(self) -> dict[str, float]:
+        """A row of the trace."""
+        return {"validated_at": self.step, "validation_loss": self.loss}
+
+
+@dataclass(frozen=True)
+class StepMap:
+    """First-token mass of every head after so many steps."""
+
+    step: int
+    first_token_mass: MassMap = field(repr=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """A row of the maps."""
+        return {"step": self.step, "first_token_mass": self.first_token_mass}
+
+
+TraceRow = TrainStep | Validation
+
+
+@dataclass
+class RunState:
+    """Where a run is: the only mutable state besides masters and optimizer."""
+
+    step: int = 0
+    best_loss: float = math.inf
+    best_step: int = -1
+    stale: int = 0  # validations since the best one
+    stopped: str = ""  # why training ended early, if it did
+    rows: list[TraceRow] = field(default_factory=list)
+    maps: list[StepMap] = field(default_factory=list)
+
+    @property
+    def validations(self) -> list[Validation]:
+        """The validations so far."""
+        return [row for row in self.rows if isinstance(row, Validation)]
+
+    def write_rows(self, out: Path) -> None:
+        """Write the trace and the maps so far."""
+        write_text(out / TRACE, _lines(self.rows))
+        write_text(out / MAPS, _lines(self.maps))
+
+    def to_json(self) -> dict[str, Any]:
+        """For a checkpoint: rows and maps by their number, they lie beside it."""
+        numbers = {name: getattr(self, name) for name in _IN_CHECKPOINT}
+        return {**numbers, "rows": len(self.rows), "maps": len(self.maps)}
+
+    @staticmethod
+    def from_json(body: dict[str, Any], out: Path) -> RunState:
+        """As a checkpoint in `out` knows it; rows that came after it are left out."""
+        numbers = {name: body[name] for name in _IN_CHECKPOINT}
+        rows, maps = read_trace(out)[: body["rows"]], read_maps(out)[: body["maps"]]
+        return RunState(**numbers, rows=rows, maps=maps)
+
+
+_IN_CHECKPOINT = ("step", "best_loss", "best_step", "stale", "stopped")
+
+
+def _lines(rows: Sequence[TraceRow] | Sequence[StepMap]) -> str:
+    return "".join(json.dumps(row.to_json()) + "\n" for row in rows)
+
+
+def read_trace(run: Path) -> list[TraceRow]:
+    """The steps and validations of a run, in order; [] if there is no trace."""
+    return [_trace_row(row, run / TRACE) for row in read_lines(run / TRACE)]
+
+
+def _trace_row(row: dict[str, Any], path: Path) -> TraceRow:
+    try:
+        if "validated_at" in row:
+            return Validation(row["validated_at"], row["validation_loss"])
+        return TrainStep(**row)
+    except (KeyError, TypeError) as error:
+        raise ArtefactError(
+            f"a row of the trace is not as expected ({error})", where=path
+        ) from None
+
+
+def read_maps(run: Path) -> list[StepMap]:
+    """The head maps of a run, in order; [] if there are none."""
+    try:
+        rows = read_lines(run / MAPS)
+        return [StepMap(int(row["step"]), row["first_token_mass"]) for row in rows]
+    except (KeyError, TypeError) as error:
+        raise ArtefactError(f"a head map is not as expected ({error})", where=run / MAPS) from None
