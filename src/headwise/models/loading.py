@@ -30,6 +30,7 @@ from headwise.models.architectures import (
     architecture_of,
 )
 from headwise.models.description import describe_model
+from headwise.models.model_info import ModelInfo
 from headwise.models.patient import patient_dir
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
@@ -46,7 +47,7 @@ class LoadedModel:
     model: PreTrainedModel = field(repr=False)
     tokenizer: PreTrainedTokenizerBase = field(repr=False)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> ModelInfo:
         """The `model` entry of an artefact."""
         return describe_model(self.model, self.id)
 

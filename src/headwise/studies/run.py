@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from headwise.artefacts import load_artefact, save_artefact, versions
 from headwise.diagnosis.diagnose import diagnose
@@ -23,8 +22,10 @@ from headwise.diagnosis.values import Diagnosis
 from headwise.errors import ArtefactError, SelectionError
 from headwise.heads import Head
 from headwise.models.loading import LoadedModel, load_model
+from headwise.models.model_info import ModelInfo
 from headwise.models.patch import Patch
-from headwise.proof.comparison import Snapshot, compare
+from headwise.models.patch_info import PatchInfo
+from headwise.proof.compare import Snapshot, compare
 from headwise.proof.completions import (
     Sampling,
     bundled_prompts,
@@ -32,12 +33,13 @@ from headwise.proof.completions import (
     completions_body,
     prompts_hash,
 )
-from headwise.proof.evaluate import evaluate, operated_heads
+from headwise.proof.evaluate import evaluate
 from headwise.proof.evaluation import Evaluation
-from headwise.proof.trajectories import Map, run_maps
+from headwise.proof.trajectories import run_maps
+from headwise.proof.zones import Map
 from headwise.studies.study import PlanChoice, Study, StudyArm
 from headwise.studies.summary import summarise_study
-from headwise.surgery.plan import SurgeryPlan, make_plan
+from headwise.surgery.plan import SurgeryPlan, make_plan, operated_heads
 from headwise.surgery.recipe import Recipe
 from headwise.surgery.repair import repair
 from headwise.texts.corpus import Corpus, build_corpus
@@ -53,7 +55,7 @@ class Bench:
     study: Study
     out: Path
     loaded: LoadedModel = field(repr=False)
-    base: dict[str, Any] = field(repr=False)
+    base: ModelInfo = field(repr=False)
     heldout: list[TextSet] = field(repr=False)
     quiet: bool
     say: Say
@@ -74,11 +76,11 @@ class Bench:
         return self.corpora[key]
 
     @property
-    def window(self) -> int:
+    def max_length(self) -> int:
         """Tokens a held-out text is cut at, at most what the model was made for."""
         config = self.loaded.model.config.get_text_config()
-        limit = getattr(config, "max_position_embeddings", None) or self.study.window
-        return min(self.study.window, int(limit))
+        limit = getattr(config, "max_position_embeddings", None) or self.study.max_length
+        return min(self.study.max_length, int(limit))
 
 
 def run_study(study: Study, *, out: Path, quiet: bool = True, say: Say = lambda line: None) -> Path:
@@ -92,8 +94,7 @@ def run_study(study: Study, *, out: Path, quiet: bool = True, say: Say = lambda 
     for arm, seed in study.runs():
         _run_arm(bench, arm, seed, plans[arm.name], before)
     _complete(bench)
-    summary = summarise_study(out, study)
-    save_artefact(out / "summary.json", "study-summary", summary)
+    summarise_study(out, study).save(out / "summary.json")
     return out
 
 
@@ -125,7 +126,7 @@ def _stock_diagnosis(bench: Bench) -> Diagnosis:
         bench.loaded.tokenizer,
         judged,
         name=bench.loaded.id,
-        max_length=bench.window,
+        max_length=bench.max_length,
         batch_size=bench.study.batch_size,
         quiet=bench.quiet,
     )
@@ -154,7 +155,7 @@ def _ablated(bench: Bench, operated: list[Head]) -> list[Head] | None:
 
 def _evaluate(
     bench: Bench,
-    patches: list[dict[str, Any]],
+    patches: list[PatchInfo],
     joint: dict[str, list[Head]],
     ablated: list[Head] | None,
 ) -> Evaluation:
@@ -167,7 +168,7 @@ def _evaluate(
         base=bench.base,
         ablated=ablated,
         joint=joint,
-        window=bench.window,
+        max_length=bench.max_length,
         max_texts=bench.study.max_texts,
         batch_size=bench.study.batch_size,
         quiet=bench.quiet,
@@ -241,7 +242,7 @@ def _judge(
     """Evaluate with all patches so far, and compare with stock by what they really touched."""
     path = folder / "evaluation.json"
     if not path.exists():
-        info = [{**p.info, "num_weights": p.num_weights} for p in patches]
+        info = [patch.describe() for patch in patches]
         targets = operated_heads(info)
         _evaluate(bench, info, {"operated": targets}, _ablated(bench, targets)).save(path)
     after = Evaluation.load(path)

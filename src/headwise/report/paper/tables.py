@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from headwise.diagnosis.bloom_maps import bloom_slopes
 from headwise.diagnosis.values import BAND_SHARE
 from headwise.heads import format_indices
 from headwise.report.paper import values as paper
@@ -50,7 +51,7 @@ def cross_scale(source: Source) -> Table:
     rows: list[list[Cell]] = []
     for name, mass in paper.stock_masses().items():
         printed = paper.CROSS_SCALE[name]
-        slopes = paper.alibi_slopes(mass.shape[1])
+        slopes = bloom_slopes(mass.shape[1])
         rows.append(
             [
                 f"BLOOM-{name}",
