@@ -18,6 +18,7 @@ from headwise.surgery.recipe import Recipe
 from headwise.surgery.slice_training import make_masters
 from headwise.texts.batches import Batch, batches
 from headwise.texts.corpus import Corpus
+from headwise.texts.corpus_info import CorpusInfo
 from headwise.texts.text_sets import TextSet
 
 TINY_RECIPE = Recipe(
@@ -63,7 +64,7 @@ def random_batch(lengths=(24, 17, 9), seed=0, vocabulary=97) -> Batch:
 def random_corpus(train=8, validation=2, length=16, vocabulary=97) -> Corpus:
     blocks = [random_batch((length, length - 3), seed, vocabulary) for seed in range(train)]
     held = [random_batch((length,), 1000 + seed, vocabulary) for seed in range(validation)]
-    return Corpus("random", tuple(blocks), tuple(held), {"name": "random"})
+    return Corpus("random", tuple(blocks), tuple(held), CorpusInfo("random"))
 
 
 def small_texts(count=120) -> TextSet:

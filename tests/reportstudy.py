@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from headwise.artefacts import save_artefact, write_text
-from headwise.diagnosis.values import Thresholds, diagnosis_from
+from headwise.diagnosis.values import Pooled, Profile, SinkRate, Thresholds, diagnosis_from
 from headwise.heads import Head, all_heads
 from headwise.intervals import mean_interval
 from headwise.proof.comparison import Snapshot, compare
@@ -26,9 +26,11 @@ from headwise.proof.completed_texts import (
 )
 from headwise.proof.evaluation import Evaluation
 from headwise.proof.trajectories import run_maps
+from headwise.provenance import MeasureSettings, Provenance, TextInfo
 from headwise.studies.study import Study
 from headwise.studies.summary import summarise_study
 from headwise.surgery.plan import make_plan
+from headwise.values import from_plain, to_plain
 
 LAYERS, HEADS, DOCUMENTS = 8, 8, 24
 EVIL = "</script><script>window.evil = 1</script> <img src=x onerror='window.evil = 2'> & co."
@@ -103,19 +105,14 @@ def diagnosis_of(mass: np.ndarray, seed: int = 0):
     }
     texts = {"name": "heldout", "sha256": "a" * 64, "count": DOCUMENTS, "tokens": 3000}
     return diagnosis_from(
-        model=MODEL,
+        model=from_plain(ModelInfo, MODEL, "test"),
         maps=maps,
         thresholds=Thresholds(),
         spread={"first_token_mass": np.full(mass.shape, 0.03)},
-        profile={
-            "bucket_start": starts,
-            "bucket_stop": stops,
-            "num_queries": [24] * 8,
-            "first_token_mass": profile.tolist(),
-        },
-        sink_rate={"epsilon": 0.3, "value": 0.4},
-        pooled={"bucket_start": starts, "bucket_stop": stops, "maps": pooled.tolist()},
-        provenance={"texts": texts, "settings": {"max_length": 128}, "versions": {"headwise": "x"}},
+        profile=Profile(tuple(starts), tuple(stops), (24,) * 8, profile),
+        sink_rate=SinkRate(0.3, 0.4),
+        pooled=Pooled(tuple(starts), tuple(stops), pooled),
+        provenance=Provenance(TextInfo(**texts), MeasureSettings(128), {"headwise": "x"}),
     )
 
 
@@ -175,11 +172,13 @@ def evaluation_of(diagnosis, *, change=0.0, costs=None, patches=(), seed=0) -> E
         "heads": rows,
         "operated": len(rows),
         "rule": "not sick, and useful",
+        "judged": len(rows),
         "not_sick": sum(not r["sick"] for r in rows.values()),
         "functional": sum(r["functional"] for r in rows.values()),
         "exceptions": [n for n, r in rows.items() if not r["functional"]],
     }
-    return Evaluation(
+    return from_plain(
+        Evaluation,
         {
             "model": MODEL,
             "patches": list(patches),
@@ -200,7 +199,8 @@ def evaluation_of(diagnosis, *, change=0.0, costs=None, patches=(), seed=0) -> E
             "recovery": recovery if patches else None,
             "mlp_dormancy": {},
             "provenance": {"versions": {"headwise": "x"}},
-        }
+        },
+        "test",
     )
 
 
@@ -227,7 +227,7 @@ def build_study(out: Path, *, seeds=(0, 1), arms=ARMS) -> Path:
     for arm, seed in study.runs():
         build_run(out / "runs" / f"{arm.name}-s{seed}", study, arm, seed, before)
     write_completions(out, [arm["name"] for arm in arms])
-    save_artefact(out / "summary.json", "study-summary", summarise_study(out, study))
+    summarise_study(out, study).save(out / "summary.json")
     return out
 
 
@@ -246,7 +246,7 @@ def build_run(folder: Path, study: Study, arm, seed: int, before: Evaluation) ->
     write_run(folder, plan, arm, seed, steps, final, stock, change)
     costs = {h: (cost and max(0.0002, cost + float(rng.normal(0, 0.0025)))) for h in targets}
     patch = {
-        "num_weights": plan.summary["trainable_weights"],
+        "num_weights": plan.summary.trainable_weights,
         "plan": plan.model_dump(mode="json"),
         "base_model": MODEL["id"],
     }
@@ -273,17 +273,17 @@ def second_pass(folder: Path, study: Study, arm, seed: int, first, before) -> No
         mass[head.layer, head.index] = 0.08
     write_run(folder, plan, arm, seed, 40, mass, first.diagnosis, -0.002)
     patch = {
-        "num_weights": plan.summary["trainable_weights"],
+        "num_weights": plan.summary.trainable_weights,
         "plan": plan.model_dump(mode="json"),
         "base_model": MODEL["id"],
     }
-    earlier = [Head.parse(name) for name in first.body["recovery"]["heads"]]
+    earlier = [Head.parse(name) for name in first.recovery.heads]
     costs = dict.fromkeys(sorted({*earlier, *plan.target_heads}), 0.005)
     found = evaluation_of(
         diagnosis_of(mass, 9),
         change=-0.047,
         costs=costs,
-        patches=[*first.body["patches"], patch],
+        patches=[*to_plain(first.patches), patch],
         seed=seed + 7,
     )
     found.save(folder / "evaluation.json")

@@ -13,9 +13,18 @@ from headwise.diagnosis.bloom_maps import BLOOM, published_diagnoses, published_
 from headwise.diagnosis.values import Diagnosis, Thresholds, diagnosis_from
 from headwise.errors import ArtefactError
 from headwise.heads import Head
-from headwise.intervals import mean_interval
-from headwise.proof.comparison import Comparison, Snapshot, compare, paired_losses, read_snapshot
-from headwise.proof.evaluation import Evaluation
+from headwise.intervals import Interval, mean_interval
+from headwise.models.model_info import ModelInfo
+from headwise.models.patch_info import PatchInfo
+from headwise.proof.compare import Snapshot, compare, paired_losses, read_snapshot
+from headwise.proof.comparison import Comparison
+from headwise.proof.evaluation import (
+    DocumentLosses,
+    Evaluation,
+    EvaluationProvenance,
+    HeadCosts,
+    Recovery,
+)
 from headwise.proof.trajectories import (
     column_trends,
     run_maps,
@@ -24,8 +33,10 @@ from headwise.proof.trajectories import (
     trend,
     two_phenomena,
 )
-from headwise.proof.zones import drift_by_zone, transitions, zone_masks
+from headwise.proof.zones import drift_by_zone, transitions, zones_of
+from headwise.provenance import MeasureSettings, Provenance, TextInfo
 from headwise.surgery.plan import make_plan
+from headwise.values import from_plain, to_plain
 
 # Targets of the paper's second pass (surgery/train_1b7_pass2.py, lines 80-95)
 PASS2 = {
@@ -49,7 +60,7 @@ PASS2_HEADS = {str(Head(layer, index)) for layer, found in PASS2.items() for ind
 
 @pytest.fixture(scope="module")
 def stock():
-    return {d.model["id"]: d for d in published_diagnoses()}["1b7"]
+    return {d.model.id: d for d in published_diagnoses()}["1b7"]
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +81,7 @@ def after(stock):
 @pytest.fixture(scope="module")
 def compared(stock, plan, after):
     return {
-        name: compare(Snapshot(stock), Snapshot(found), plan=plan).body
+        name: compare(Snapshot(stock), Snapshot(found), plan=plan).to_json()
         for name, found in after.items()
     }
 
@@ -108,7 +119,7 @@ def test_the_worst_head_of_c4_is_not_the_one_the_paper_prints(compared):
 
 
 def test_19_of_the_second_pass_targets_were_healthy_before_the_first(stock, plan, after):
-    found = transitions(stock, after["cur"], zone_masks(stock, plan)["operated"])
+    found = to_plain(transitions(stock, after["cur"], zones_of(stock.model.shape, plan).operated))
     assert len(found["iatrogenic_untreated"]) == 19
     assert set(found["iatrogenic_untreated"]) <= PASS2_HEADS
     assert set(found["sick_untreated_after"]) == PASS2_HEADS - {"L18H5"}  # exactly 0.500 here
@@ -117,15 +128,15 @@ def test_19_of_the_second_pass_targets_were_healthy_before_the_first(stock, plan
         maps=after["cur"].maps,
         thresholds=Thresholds(sink=0.5 - 0.002),  # the resolution of the maps
     )
-    outside = ~zone_masks(stock, plan)["operated"]
+    outside = ~zones_of(stock.model.shape, plan).operated
     sick = {str(Head(*map(int, at))) for at in np.argwhere(lower.sick & outside)}
     assert sick == PASS2_HEADS
     assert len(PASS2_HEADS) == 39
 
 
 def test_31_untreated_sick_heads_and_11_healed_by_themselves(stock, plan, after):
-    found = transitions(stock, after["cur"], zone_masks(stock, plan)["operated"])
-    outside = ~zone_masks(stock, plan)["operated"]
+    found = to_plain(transitions(stock, after["cur"], zones_of(stock.model.shape, plan).operated))
+    outside = ~zones_of(stock.model.shape, plan).operated
     assert int((stock.sick & outside).sum()) == 31
     assert abs(len(found["self_healed"]) - 11) <= 1
 
@@ -142,17 +153,18 @@ def made(mass, *, texts="a", settings=None, **model):
         "head_dim": 8,
         "hidden_size": 32,
         "qkv_bias": False,
+        "output_bias": False,
+        "positions": "rope",
         "num_parameters": 1000,
         **model,
     }
-    provenance = {"texts": {"sha256": texts}, "settings": settings or {"max_length": 512}}
+    info = TextInfo("made", 4, texts)
+    provenance = Provenance(info, MeasureSettings(**(settings or {"max_length": 512})))
     return diagnosis_from(
-        model=described,
+        model=from_plain(ModelInfo, described, "test"),
         maps={"first_token_mass": mass},
         thresholds=Thresholds(),
         provenance=provenance,
-        sink_rate={},
-        mlp_dormancy=None,
     )
 
 
@@ -169,7 +181,7 @@ def small():
 
 def test_transitions_tell_who_fell_ill_and_who_healed_untreated(small):
     before, after, plan = small
-    found = compare(Snapshot(before), Snapshot(after), plan=plan).body["transitions"]
+    found = compare(Snapshot(before), Snapshot(after), plan=plan).to_json()["transitions"]
     assert found["iatrogenic"] == found["iatrogenic_untreated"] == ["L1H0"]
     assert found["self_healed"] == ["L1H2"]
     assert found["treated_no_longer_sick"] == ["L1H1", "L2H1"]
@@ -190,11 +202,11 @@ def test_transitions_tell_who_fell_ill_and_who_healed_untreated(small):
 def test_drift_counts_movable_heads_apart(small):
     before = small[0]
     plan = make_plan(before, heads="L1-2H1-2 & (L1H1, L2H1)")
-    zones = zone_masks(before, plan)
-    assert zones["watched"].sum() == 2  # L1H2 and L2H2: spelled out, not operated on
-    assert zones["movable"].tolist() == [[False] * 3, [False, True, False], [True] * 3]
+    zones = zones_of(before.model.shape, plan)
+    assert zones.watched.sum() == 2  # L1H2 and L2H2: spelled out, not operated on
+    assert zones.movable.tolist() == [[False] * 3, [False, True, False], [True] * 3]
     delta = np.array(AFTER) - np.array(BEFORE)
-    drift = drift_by_zone(delta, zones)
+    drift = to_plain(drift_by_zone(delta, zones))
     assert drift["watched"] == {
         "heads": 2,
         "movable": 1,
@@ -209,8 +221,8 @@ def test_drift_counts_movable_heads_apart(small):
 
 
 def test_a_drift_of_exactly_the_threshold_is_none():
-    zones = zone_masks(made([[0.5, 0.5]]), None)
-    drift = drift_by_zone(np.array([[0.05, -0.050001]]), zones)
+    zones = zones_of((1, 2), None)
+    drift = to_plain(drift_by_zone(np.array([[0.05, -0.050001]]), zones))
     assert drift["outside"]["drifting"] == 1
     assert drift["operated"]["mean_abs_delta"] is None
     assert drift["operated"]["worst"] is None
@@ -242,7 +254,7 @@ def test_columns_average_the_watched_heads_of_an_index():
         (3, np.array([[0.1, 9], [-0.3, 0.0], [9, 9]])),
         (6, np.array([[0.2, 9], [-0.4, 0.01], [9, 9]])),
     ]
-    found = column_trends(deltas, watched)
+    found = to_plain(column_trends(deltas, watched))
     assert found["H0"]["mean_abs_delta"] == pytest.approx([0.2, 0.3])
     assert (found["H0"]["heads"], found["H0"]["trend"]) == (2, "spreading")
     assert (found["H1"]["steps"], found["H1"]["trend"]) == ([3, 6], "stable")
@@ -267,9 +279,9 @@ def test_trajectory_shapes_follow_the_papers_rules(path, shape):
 
 def test_the_two_phenomena_are_read_at_matched_steps(small):
     before, _, plan = small
-    zones = zone_masks(before, plan)
+    zones = zones_of(before.model.shape, plan)
     deltas = [(step, np.full((3, 3), 0.01 * step)) for step in range(10)]
-    found = two_phenomena(deltas, zones)
+    found = to_plain(two_phenomena(deltas, zones))
     assert (found["early"]["step"], found["late"]["step"]) == (2, 9)
     assert found["late_minus_early"]["outside"] == pytest.approx(0.07)
     assert found["late_minus_early"]["watched"] is None  # nothing is watched in this plan
@@ -285,7 +297,7 @@ def test_checkpoints_of_a_run_become_columns_and_trajectories(small, tmp_path):
     (tmp_path / "maps.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     found = compare(
         Snapshot(before), Snapshot(after), plan=plan, checkpoints=run_maps(tmp_path)
-    ).body
+    ).to_json()
     assert found["columns"]["H2"]["steps"] == [0, 5, 9]
     assert found["columns"]["H2"]["mean_abs_delta"] == pytest.approx([0, 0.1, 0.18])
     assert found["trajectories"] == {"L1H2": "increasing", "L2H2": "increasing"}
@@ -295,7 +307,7 @@ def test_a_comparison_survives_its_file(small, tmp_path):
     before, after, plan = small
     found = compare(Snapshot(before), Snapshot(after), plan=plan)
     path = found.save(tmp_path / "comparison.json")
-    assert Comparison.load(path).body["transitions"] == found.body["transitions"]
+    assert Comparison.load(path).to_json()["transitions"] == found.to_json()["transitions"]
     first = path.read_bytes()
     assert compare(Snapshot(before), Snapshot(after), plan=plan).save(path).read_bytes() == first
 
@@ -327,29 +339,37 @@ def test_a_plan_or_a_run_of_another_model_is_refused(small, stock, plan):
         )
 
 
-def evaluated(diagnosis, losses, *, sha="a", fingerprint="base"):
-    tokens = [10, 20, 30, 40]
-    text_set = {
-        "texts": {"sha256": sha},
-        "document_loss_sums": losses,
-        "document_tokens": tokens,
-        "loss": {"value": sum(losses) / 100},
-        "perplexity": {"value": 1.0},
-    }
-    body = {
-        "model": {"fingerprint": fingerprint},
-        "diagnosis": diagnosis.to_json(),
-        "text_sets": {"prose": text_set},
-        "recovery": {"functional": 1},
-    }
-    return Snapshot(diagnosis, Evaluation(body))
+def evaluated(
+    diagnosis, losses, *, sha="a", fingerprint="base", tokens=(10, 20, 30, 40), plan=None
+):
+    loss = Interval(sum(losses) / sum(tokens), 0.0, 1.0)
+    found = DocumentLosses(
+        TextInfo("prose", len(losses), sha),
+        loss,
+        loss.exp(),
+        sum(tokens),
+        len(losses),
+        tuple(losses),
+        tuple(tokens),
+    )
+    evaluation = Evaluation(
+        model=replace(diagnosis.model, fingerprint=fingerprint),
+        patches=() if plan is None else (PatchInfo("made", plan.model_dump(mode="json")),),
+        text_sets={"prose": found},
+        diagnosis=diagnosis,
+        heads=HeadCosts(4, {}, {}),
+        recovery=Recovery({}, 1, 1, 1, 1, (), "a rule"),
+        mlp_dormancy=None,
+        provenance=EvaluationProvenance({}),
+    )
+    return Snapshot(diagnosis, evaluation)
 
 
 def test_losses_are_paired_by_document(small):
     before, after, _ = small
     left = evaluated(before, [10.0, 20.0, 30.0, 40.0])
     right = evaluated(after, [9.0, 18.0, 27.0, 36.0])
-    found = compare(left, right).body
+    found = compare(left, right).to_json()
     assert found["losses"]["prose"]["difference"]["value"] == pytest.approx(-0.1)
     assert found["losses"]["prose"]["difference"]["high"] == pytest.approx(-0.1)
     assert found["losses"]["prose"]["verdict"] == "lower with 95% confidence"
@@ -405,19 +425,19 @@ def test_plasticity_change_is_by_head_and_zone_where_both_were_captured(small):
     before, after, plan = small
     left = plasticity([[0.5, 0.5, 0.5], [0.5, 0.4, 0.5], [0.5, None, 0.5]])
     right = plasticity([[0.5, 0.5, 0.5], [0.6, 0.7, 0.5], [0.5, 0.9, 0.5]])
-    body = compare(Snapshot(before, None, left), Snapshot(after, None, right), plan=plan).body
+    body = compare(Snapshot(before, None, left), Snapshot(after, None, right), plan=plan).to_json()
     found = body["plasticity"]
     assert found["delta"][1] == pytest.approx([0.1, 0.3, 0.0])
     assert found["delta"][2][1] is None  # not measured before
     assert found["mean_delta"]["operated"] == pytest.approx(0.3)
     outside = sum(found["mean_delta"][z] * n for z, n in zone_sizes(before, plan).items())
     assert outside == pytest.approx(0.1)
-    alone = compare(Snapshot(before, None, left), Snapshot(after), plan=plan).body
+    alone = compare(Snapshot(before, None, left), Snapshot(after), plan=plan).to_json()
     assert alone["plasticity"] is None
 
 
 def zone_sizes(diagnosis, plan):
-    masks = zone_masks(diagnosis, plan)
+    masks = zones_of(diagnosis.model.shape, plan)
     return {z: int(masks[z].sum()) for z in ("watched", "outside") if masks[z].any()}
 
 
@@ -444,9 +464,11 @@ def test_a_folder_brings_its_plasticity_along(small, tmp_path):
 
 def test_lora_can_move_every_head_of_its_lowest_layer(small):
     before, after, plan = small
-    slices = zone_masks(before, plan)["movable"]
+    slices = zones_of(before.model.shape, plan).movable
     assert slices.tolist() == [[False] * 3, [False, True, False], [True] * 3]
-    found = compare(Snapshot(before), Snapshot(after), plan=plan, whole_layers=True).body["drift"]
+    found = compare(Snapshot(before), Snapshot(after), plan=plan, whole_layers=True).to_json()[
+        "drift"
+    ]
     assert found["outside"]["movable"] == 4  # not 2
 
 
@@ -470,20 +492,16 @@ def test_a_second_pass_is_told_from_the_untouched_model(tmp_path):
 
 def test_one_document_decides_nothing(small):
     before, after, _ = small
-    left, right = evaluated(before, [10.0] * 4), evaluated(after, [9.0] * 4)
-    for side in (left, right):
-        text_set = side.evaluation.body["text_sets"]["prose"]
-        text_set["document_tokens"] = [10]
-        text_set["document_loss_sums"] = text_set["document_loss_sums"][:1]
+    left, right = (evaluated(d, [9.0], tokens=(10,)) for d in (before, after))
     found = paired_losses(left.evaluation, right.evaluation)["prose"]
-    assert found["verdict"] == "one document: nothing can be said"
+    assert found.verdict == "one document: nothing can be said"
 
 
 def test_without_a_plan_the_patches_say_what_was_operated_on(small):
     before, after, plan = small
     left, right = evaluated(before, [10.0] * 4), evaluated(after, [9.0] * 4)
-    assert compare(left, right).body["plan"] is None
-    right.evaluation.body["patches"] = [{"plan": plan.model_dump(mode="json")}]
-    found = compare(left, right).body
+    assert compare(left, right).to_json()["plan"] is None
+    right = evaluated(after, [9.0] * 4, plan=plan)
+    found = compare(left, right).to_json()
     assert found["drift"]["operated"]["heads"] == 2
     assert found["transitions"]["treated_no_longer_sick"] == ["L1H1", "L2H1"]

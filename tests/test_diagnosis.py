@@ -161,8 +161,8 @@ def test_skipped_queries_are_left_out(language_model, tokenizer):
         atol = 1e-5 if name.endswith("mass") else 1e-4 if "entropy" in name else 2e-3
         expected = values[name].mean(0)
         np.testing.assert_allclose(result.maps[name], expected, atol=atol, rtol=0, err_msg=name)
-    assert result.profile["bucket_start"] == [2, 4, 8, 16, 32, 64, 128]
-    assert result.profile["num_queries"][0] == len(masses)  # query 3 of each text, not query 2
+    assert result.profile.bucket_start == [2, 4, 8, 16, 32, 64, 128]
+    assert result.profile.num_queries[0] == len(masses)  # query 3 of each text, not query 2
     with pytest.raises(TextError, match="at least 201 are needed"):
         diagnose(language_model, tokenizer, TEXTS, skip_queries=200)
 
@@ -172,7 +172,7 @@ def test_a_forced_bos_is_the_first_token(language_model, tokenizer):
     result = diagnose(language_model, tokenizer, TEXTS, max_length=200, bos=True)
     expected = {name: value.mean(0) for name, value in values.items()}
     assert_maps_close(result.maps, expected, tolerance=1e-4)
-    assert result.provenance["settings"]["bos"] is True
+    assert result.provenance.settings.bos is True
 
 
 def test_a_bfloat16_model_is_measured_in_float32(language_model, tokenizer):
@@ -183,7 +183,7 @@ def test_a_bfloat16_model_is_measured_in_float32(language_model, tokenizer):
         exact.load_state_dict({k: v.float() for k, v in half.state_dict().items()})
         options = {"max_length": 200, "texts": TEXTS}
         left, right = (diagnose(m, tokenizer, **options) for m in (half, exact))
-        assert left.model["dtype"] == "bfloat16"
+        assert left.model.dtype == "bfloat16"
         assert_maps_close(left.maps, right.maps, ("first_token_mass",), 0.02)
         assert_maps_close(left.maps, right.maps, ("entropy",), 0.05)
 
@@ -216,8 +216,8 @@ def test_the_band_is_the_indices_sick_in_more_than_three_layers_of_ten():
     mass[2:6, 2] = 0.9
     mass[8, 3] = 0.99
     diagnosis = synthetic(mass)
-    assert diagnosis.band["indices"] == [2]
-    assert diagnosis.band["sick_share_by_index"] == [0, 0.3, 0.4, 0.1]
+    assert diagnosis.band.indices == [2]
+    assert diagnosis.band.sick_share_by_index == [0, 0.3, 0.4, 0.1]
     assert diagnosis.counts == {
         "healthy": 32,
         "low_entropy": 0,
@@ -235,9 +235,9 @@ def test_the_band_is_the_indices_sick_in_more_than_three_layers_of_ten():
 
 def test_a_model_without_sick_heads_has_an_empty_band():
     diagnosis = synthetic(np.full((2, 3), 0.1))
-    assert diagnosis.band["indices"] == []
+    assert diagnosis.band.indices == []
     assert diagnosis.band_heads == []
-    assert diagnosis.threshold_sweep["valley"]["depth"] == 0
+    assert diagnosis.threshold_sweep.valley.depth == 0
 
 
 def test_the_sweep_counts_and_sees_a_valley_only_where_there_is_one():
@@ -246,10 +246,10 @@ def test_the_sweep_counts_and_sees_a_valley_only_where_there_is_one():
     sweep = threshold_sweep(two)
     assert sweep["counts"] == {"0.40": 200, "0.50": 200, "0.60": 200}
     assert sweep["share_between_0.4_and_0.6"] == 0
-    assert sweep["valley"]["depth"] > 0.9
+    assert sweep.valley.depth > 0.9
     assert 0.3 < sweep["valley"]["position"] < 0.7
     one = rng.normal(0.5, 0.1, 400).clip(0, 1).reshape(20, 20)
-    assert threshold_sweep(one)["valley"]["depth"] < 0.3
+    assert threshold_sweep(one).valley.depth < 0.3
     edges = threshold_sweep(np.array([[0.4, 0.41, 0.6, 0.61]]))
     assert edges["counts"] == {"0.40": 3, "0.50": 2, "0.60": 1}
     assert edges["share_between_0.4_and_0.6"] == 0.5

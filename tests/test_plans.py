@@ -51,7 +51,7 @@ def diagnosis():
 
 @pytest.fixture(scope="module")
 def bloom():
-    return {d.model["id"]: d for d in published_diagnoses()}["1b7"]
+    return {d.model.id: d for d in published_diagnoses()}["1b7"]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_the_published_1b7_map_gives_the_papers_plan(bloom):
     per_layer = [sum(h.layer == layer for h in plan.target_heads) for layer in range(5, 23)]
     assert per_layer == [2, 7, 6, 5, 7, 7, 6, 7, 7, 6, 5, 6, 6, 7, 7, 7, 5, 5]
     assert plan.summary["trainable_weights"] == 113_287_680
-    assert bloom.model["num_parameters"] == 1_722_408_960
+    assert bloom.model.num_parameters == 1_722_408_960
     assert round(100 * plan.summary["trainable_share"], 2) == 6.58
     assert plan.summary["lowest_layer"] == 5
     assert plan.summary["training_state_bytes"] == 113_287_680 * 16

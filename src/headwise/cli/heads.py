@@ -195,6 +195,7 @@ def plan(
     from headwise.cli.show import console, table
     from headwise.diagnosis.values import Diagnosis
     from headwise.surgery.plan import make_plan
+    from headwise.values import to_plain
 
     made = make_plan(
         Diagnosis.load(diagnosis),
@@ -208,7 +209,7 @@ def plan(
     )
     path = out if out.suffix in (".yaml", ".yml") else out / "plan.yaml"
     made.save(path)
-    rows = [("targets", made.targets), ("watched", made.watched), *made.summary.items()]
+    rows = [("targets", made.targets), ("watched", made.watched), *to_plain(made.summary).items()]
     console(quiet).print(table(f"plan for {made.model.id}", ("", ""), rows))
     wrote([path], quiet)
 
@@ -292,7 +293,8 @@ def _repaired(done: RepairRun, plan: SurgeryPlan) -> Iterator[str]:
     if done.mode == "lora":
         yield (
             "(whole projections after merging; trained were low-rank factors of about as many "
-            f"weights as the planned slices have, {plan.summary.get('trainable_weights', 0):,})"
+            "weights as the planned slices have"
+            + (f", {plan.summary.trainable_weights:,})" if plan.summary else ")")
         )
 
 

@@ -9,6 +9,7 @@ import typer
 
 if TYPE_CHECKING:
     from headwise.models.loading import LoadedModel
+    from headwise.models.patch_info import PatchInfo
     from headwise.texts.text_sets import TextSet
 
 
@@ -139,9 +140,7 @@ def wrote(paths: list[Path], quiet: bool) -> None:
     console(quiet).print(f"wrote {names} in {', '.join(map(str, folders))}", style="dim")
 
 
-def apply_to(
-    loaded: LoadedModel, paths: list[Path] | None, force: bool = False
-) -> list[dict[str, Any]]:
+def apply_to(loaded: LoadedModel, paths: list[Path] | None, force: bool = False) -> list[PatchInfo]:
     """Apply patches to a loaded model; returns what is recorded of them."""
     from headwise.models.patch import Patch
 
@@ -149,7 +148,7 @@ def apply_to(
     for path in paths or []:
         patch = Patch.load(path)
         patch.apply(loaded.model, force=force)
-        applied.append({**patch.info, "path": str(path), "num_weights": patch.num_weights})
+        applied.append(patch.describe(path))
     return applied
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -63,7 +64,6 @@ def evaluate(
     from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import console, evaluation_tables
     from headwise.proof.evaluate import chosen_heads, evaluate as run, paper_prompts
-    from headwise.proof.evaluation import Evaluation
 
     sets = [chosen_texts(texts, lines, model), paper_prompts()]
     loaded = load(model, dtype, device_map, allow_pickle, trust_remote_code)
@@ -80,7 +80,7 @@ def evaluate(
             base=base,
             ablated=singles,
             joint=joint,
-            window=max_length,
+            max_length=max_length,
             max_texts=max_texts,
             batch_size=batch_size,
             seed=seed,
@@ -90,8 +90,8 @@ def evaluate(
         from headwise.proof.lm_eval import run_tasks
 
         scores = run_tasks(loaded.model, loaded.tokenizer, tasks, batch_size=batch_size)
-        found = Evaluation({**found.body, "tasks": scores})
-    for item in evaluation_tables(found.body):
+        found = replace(found, tasks=scores)
+    for item in evaluation_tables(found):
         console(quiet).print(item)
     wrote([found.save(out / "evaluation.json")], quiet)
 
@@ -155,7 +155,7 @@ def compare(
 ) -> None:
     """What changed between two conditions: classes, drift by zone, columns, paired losses."""
     from headwise.cli.show import comparison_tables, console
-    from headwise.proof.comparison import compare as run_comparison, read_snapshot
+    from headwise.proof.compare import compare as run_comparison, read_snapshot
     from headwise.proof.trajectories import run_maps
     from headwise.surgery.plan import SurgeryPlan
     from headwise.surgery.run_settings import RunSettings
@@ -168,7 +168,7 @@ def compare(
         whole_layers=run is not None and RunSettings.load(run).mode == "lora",
         seed=seed,
     )
-    for item in comparison_tables(found.body):
+    for item in comparison_tables(found):
         console(quiet).print(item)
     wrote([found.save(out / "comparison.json")], quiet)
 
@@ -218,7 +218,7 @@ def capture(
             chosen_texts(texts, lines, model),
             out=out,
             name=model,
-            heads=select_in_layers(layers, heads, shape["num_layers"], shape["num_heads"]),
+            heads=select_in_layers(layers, heads, *shape.shape),
             settings=settings,
             batch_size=batch_size,
             resume=resume,

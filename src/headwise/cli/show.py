@@ -10,10 +10,14 @@ from rich.table import Table
 from rich.text import Text
 
 from headwise.diagnosis.notebook import CLASS_COLOURS
+from headwise.proof.evaluation import JOINT
 
 if TYPE_CHECKING:
     from headwise.diagnosis.values import Diagnosis
+    from headwise.intervals import Interval
+    from headwise.proof.comparison import Comparison
     from headwise.proof.completed_texts import Completions
+    from headwise.proof.evaluation import Evaluation
 
 CLASS_LETTERS = {"healthy": "·", "low_entropy": "e", "sink": "s", "dead": "D"}
 
@@ -35,8 +39,8 @@ def head_grid(diagnosis: Diagnosis, name: str = "first_token_mass") -> Text:
             text.append(f" {digit}", style=f"black on {CLASS_COLOURS[label]}")
         text.append("\n")
     text.append("           ")
-    for label, colour in CLASS_COLOURS.items():
-        text.append(f" {CLASS_LETTERS[label]} {label} ", style=f"black on {colour}")
+    for name_, colour in CLASS_COLOURS.items():
+        text.append(f" {CLASS_LETTERS[name_]} {name_} ", style=f"black on {colour}")
         text.append(" ")
     text.append("digit = first-token mass in tenths", style="dim")
     return text
@@ -69,81 +73,81 @@ def diagnosis_table(diagnosis: Diagnosis) -> Table:
         for name in ("healthy", "low_entropy", "sink", "dead", "sick")
     ]
     sweep = diagnosis.threshold_sweep
-    rows.append(("sick at 0.40 / 0.50 / 0.60", " / ".join(map(str, sweep["counts"].values()))))
-    rows.append(("share with mass 0.4 to 0.6", f"{sweep['share_between_0.4_and_0.6']:.1%}"))
-    rows.append(("valley depth (1 empty, 0 none)", f"{sweep['valley']['depth']:.2f}"))
-    rows.append(("band (head indices)", ", ".join(map(str, diagnosis.band["indices"])) or "none"))
+    rows.append(("sick at 0.40 / 0.50 / 0.60", " / ".join(map(str, sweep.counts.values()))))
+    rows.append(("share with mass 0.4 to 0.6", f"{sweep.share_between:.1%}"))
+    rows.append(("valley depth (1 empty, 0 none)", f"{sweep.valley.depth:.2f}"))
+    rows.append(("band (head indices)", ", ".join(map(str, diagnosis.band.indices)) or "none"))
     if diagnosis.sink_rate:
         rows.append(
             (
-                f"Gu's sink rate (mass > {diagnosis.sink_rate['epsilon']})",
-                f"{diagnosis.sink_rate['value']:.1%}",
+                f"Gu's sink rate (mass > {diagnosis.sink_rate.epsilon})",
+                f"{diagnosis.sink_rate.value:.1%}",
             )
         )
     if diagnosis.mlp_dormancy:
-        rows.append(("dormant MLP neurons", f"{diagnosis.mlp_dormancy['share']:.2%}"))
-    return table(str(diagnosis.model["id"]), ("heads", "count"), rows)
+        rows.append(("dormant MLP neurons", f"{diagnosis.mlp_dormancy.share:.2%}"))
+    return table(diagnosis.model.id, ("heads", "count"), rows)
 
 
-def evaluation_tables(body: Mapping[str, Any]) -> list[Table]:
+def evaluation_tables(found: Evaluation) -> list[Table]:
     """Perplexities, and the heads that matter most."""
     losses = [
-        [name, entry["documents"], entry["predicted_tokens"], _interval(entry["perplexity"])]
-        for name, entry in body["text_sets"].items()
+        [name, entry.documents, entry.predicted_tokens, _interval(entry.perplexity)]
+        for name, entry in found.text_sets.items()
     ]
     tables = [table("perplexity (95% interval)", ("texts", "documents", "tokens", "ppl"), losses)]
-    costs = body["heads"]["ablation_zero"]
-    order = sorted(costs, key=lambda name: -costs[name]["value"])
-    shown = [name for name in order if name.startswith("joint:")]
-    shown += [name for name in order if not name.startswith("joint:")][:8]
-    rows = [[name, _interval(costs[name])] for name in shown]
+    costs = found.heads.ablation_zero
+    order = sorted(costs, key=lambda name: -costs[name].value)
+    shown = [name for name in order if name.startswith(JOINT)]
+    shown += [name for name in order if not name.startswith(JOINT)][:8]
+    rows = [[name, _interval(costs[name].interval)] for name in shown]
     if rows:
         tables.append(table("loss without the head (nats per token)", ("head", "change"), rows))
-    recovery = body.get("recovery")
-    if recovery:
-        row = [recovery.get(key) for key in ("operated", "not_sick", "judged", "functional")]
+    if found.recovery:
+        keys = ("operated", "not_sick", "judged", "functional")
+        row = [getattr(found.recovery, key) for key in keys]
         columns = ("operated", "not sick", "judged by ablation", "functionally recovered")
         tables.append(table("recovery", columns, [row]))
     return tables
 
 
-def _interval(entry: Mapping[str, float]) -> str:
-    return f"{entry['value']:.4g} ({entry['low']:.4g} to {entry['high']:.4g})"
+def _interval(found: Interval) -> str:
+    return f"{found.value:.4g} ({found.low:.4g} to {found.high:.4g})"
 
 
-def comparison_tables(body: Mapping[str, Any]) -> list[Table]:
+def comparison_tables(found: Comparison) -> list[Table]:
     """Class counts, drift by zone and paired losses."""
-    moves = body["transitions"]
-    before, after = moves["counts_before"], moves["counts_after"]
+    moves = found.transitions
+    before, after = moves.counts_before, moves.counts_after
     counts = [[name, before[name], after[name]] for name in before]
     tables = [table("heads", ("class", "before", "after"), counts)]
     silent = [
-        ["iatrogenic (fell ill untreated)", len(moves["iatrogenic_untreated"])],
-        ["self-healed (healed untreated)", len(moves["self_healed"])],
-        ["treated, no longer sick", len(moves["treated_no_longer_sick"])],
+        ["iatrogenic (fell ill untreated)", len(moves.iatrogenic_untreated)],
+        ["self-healed (healed untreated)", len(moves.self_healed)],
+        ["treated, no longer sick", len(moves.treated_no_longer_sick)],
     ]
     tables.append(table("transitions", ("", "heads"), silent))
+    drifts = {zone: getattr(found.drift, zone) for zone in ("operated", "watched", "outside")}
     zones = [
         [
             zone,
-            d["heads"],
-            d["movable"],
-            d["drifting"],
-            d["mean_abs_delta"],
-            d["worst"] and f"{d['worst']['head']} {d['worst']['delta']:+.3f}",
+            d.heads,
+            d.movable,
+            d.drifting,
+            d.mean_abs_delta,
+            d.worst and f"{d.worst.head} {d.worst.delta:+.3f}",
         ]
-        for zone, d in body["drift"].items()
-        if isinstance(d, dict)
+        for zone, d in drifts.items()
     ]
     columns = ("zone", "heads", "movable", "|change| > 0.05", "mean |change|", "worst")
     tables.append(table("drift of first-token mass", columns, zones))
-    losses = [[n, _interval(e["difference"]), e["verdict"]] for n, e in body["losses"].items()]
+    losses = [[n, _interval(e.difference), e.verdict] for n, e in found.losses.items()]
     if losses:
         tables.append(
             table("loss after - before, paired", ("texts", "nats per token", "verdict"), losses)
         )
-    if body.get("plasticity"):
-        moved = [[zone, mean] for zone, mean in body["plasticity"]["mean_delta"].items()]
+    if found.plasticity:
+        moved = [[zone, mean] for zone, mean in found.plasticity.mean_delta.items()]
         tables.append(table("change of plasticity", ("zone", "mean change"), moved))
     return tables
 

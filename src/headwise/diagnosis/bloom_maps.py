@@ -6,17 +6,20 @@ nobody is `low_entropy` in them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+from jaxtyping import Float
 
 from headwise.artefacts import content_hash, read_json
 from headwise.bundled import DATA
 from headwise.diagnosis.values import Diagnosis, Thresholds, diagnosis_from
 from headwise.errors import ArtefactError
+from headwise.models.model_info import ModelInfo
+from headwise.provenance import Provenance
 
 BLOOM = DATA / "bloom"
 
@@ -60,23 +63,23 @@ def _diagnosis(name: str, mass: np.ndarray) -> Diagnosis:
     slopes = bloom_slopes(num_heads)
     size = name.rsplit("-", 1)[-1].lower()
     return diagnosis_from(
-        model={
-            "id": name,
-            "model_type": "bloom",
-            "fingerprint": content_hash([mass.tobytes()]),
-            "num_layers": num_layers,
-            "num_heads": num_heads,
-            "num_kv_heads": num_heads,
-            "head_dim": _HIDDEN[size] // num_heads if size in _HIDDEN else None,
-            "hidden_size": _HIDDEN.get(size),
-            "qkv_bias": True,
-            "output_bias": True,
-            "positions": "alibi",
-            "num_parameters": _num_parameters(_HIDDEN.get(size), num_layers),
-        },
+        model=ModelInfo(
+            id=name,
+            model_type="bloom",
+            fingerprint=content_hash([mass.tobytes()]),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
+            head_dim=_HIDDEN[size] // num_heads if size in _HIDDEN else None,
+            hidden_size=_HIDDEN.get(size),
+            qkv_bias=True,
+            output_bias=True,
+            positions="alibi",
+            num_parameters=_num_parameters(_HIDDEN.get(size), num_layers),
+        ),
         maps={"first_token_mass": mass, "slope": np.tile(slopes, (num_layers, 1))},
         thresholds=Thresholds(),
-        provenance={"source": "digitised from the published figures", "resolution": 0.002},
+        provenance=Provenance(source="digitised from the published figures", resolution=0.002),
     )
 
 
@@ -87,9 +90,9 @@ def _num_parameters(hidden: int | None, num_layers: int) -> int | None:
     return _VOCABULARY * hidden + 4 * hidden + num_layers * (12 * hidden**2 + 13 * hidden)
 
 
-def bloom_slopes(num_heads: int) -> np.ndarray:
-    """ALiBi slopes of BLOOM for any number of heads."""
-    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
-
-    bias = build_alibi_tensor(torch.ones(1, 2), num_heads, torch.float32)
-    return bias[:, 0, 1].double().numpy()
+def bloom_slopes(num_heads: int) -> Float[np.ndarray, " head"]:
+    """ALiBi slopes of BLOOM: powers of 2^(-8/n) for a power of two n, odd half powers beyond it."""
+    whole = 2 ** int(math.log2(num_heads))
+    base = 2.0 ** (-8 / whole)
+    halves = np.sqrt(base) ** (2 * np.arange(num_heads - whole) + 1)
+    return np.concatenate([base ** np.arange(1, whole + 1), halves])

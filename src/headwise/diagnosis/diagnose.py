@@ -8,7 +8,6 @@ first token need not be a BOS: BLOOM's tokenizer adds none.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -17,11 +16,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from headwise.artefacts import versions
 from headwise.diagnosis.dormancy import weight_dormancy
 from headwise.diagnosis.measures import Measured, measure_heads, positional_baseline
-from headwise.diagnosis.values import Diagnosis, Thresholds, diagnosis_from
+from headwise.diagnosis.values import (
+    Diagnosis,
+    Pooled,
+    Profile,
+    SinkRate,
+    Thresholds,
+    diagnosis_from,
+)
 from headwise.errors import TextError
 from headwise.models.architectures import alibi_slopes, geometry_of
 from headwise.models.description import describe_model
 from headwise.progress import Progress, silent, track
+from headwise.provenance import MeasureSettings, Provenance
 from headwise.texts.batches import DEFAULT_MAX_LENGTH, batches, encode_texts
 from headwise.texts.text_sets import TextSet, bundled_texts
 
@@ -56,7 +63,6 @@ def diagnose(
     )
     lengths = [len(ids) for ids in encoded]
     maps = {**measured.means(), **_positional_maps(model, lengths, skip_queries)}
-    settings = {"max_length": max_length, "skip_queries": skip_queries, "bos": bos}
     return diagnosis_from(
         model=describe_model(model, name),
         maps=maps,
@@ -66,11 +72,11 @@ def diagnose(
         pooled=_pooled(measured),
         sink_rate=_sink_rate(measured),
         mlp_dormancy=weight_dormancy(model),
-        provenance={
-            "texts": {**chosen.describe(), "tokens": sum(lengths)},
-            "settings": settings,
-            "versions": versions(),
-        },
+        provenance=Provenance(
+            texts=chosen.describe(sum(lengths)),
+            settings=MeasureSettings(max_length, skip_queries, bos),
+            versions=versions(),
+        ),
     )
 
 
@@ -99,35 +105,30 @@ def _positional_maps(
     return {name: np.tile(row, (geometry.num_layers, 1)) for name, row in rows.items()}
 
 
-def _profile(measured: Measured) -> dict[str, Any]:
+def _profile(measured: Measured) -> Profile:
     filled = np.flatnonzero(measured.profile_count)
     mass = measured.profile_sum[filled] / measured.profile_count[filled, None, None]
-    return {
-        **_bucket_edges(filled),
-        "num_queries": [int(n) for n in measured.profile_count[filled]],
-        "first_token_mass": mass.transpose(1, 2, 0).tolist(),  # [layer][head][bucket]
-    }
+    return Profile(
+        *_bucket_edges(filled),
+        num_queries=tuple(int(n) for n in measured.profile_count[filled]),
+        first_token_mass=mass.transpose(1, 2, 0),
+    )
 
 
-def _pooled(measured: Measured) -> dict[str, Any]:
-    """Each head's attention pooled into query x key buckets: a picture of any length."""
+def _pooled(measured: Measured) -> Pooled:
     assert measured.pooled_sum is not None
     last = int(np.flatnonzero(measured.profile_count)[-1]) + 1
     counts = np.maximum(measured.profile_count[:last], 1)[:, None]
-    return {
-        **_bucket_edges(np.arange(last)),
-        # [layer][head][query bucket][key bucket]
-        "maps": (measured.pooled_sum[:, :, :last, :last] / counts).round(6).tolist(),
-    }
+    maps = (measured.pooled_sum[:, :, :last, :last] / counts).round(6)
+    return Pooled(*_bucket_edges(np.arange(last)), maps=maps)
 
 
-def _bucket_edges(filled: np.ndarray) -> dict[str, list[int]]:
-    return {
-        "bucket_start": [0 if b == 0 else 2 ** (int(b) - 1) for b in filled],
-        "bucket_stop": [1 if b == 0 else 2 ** int(b) for b in filled],
-    }
+def _bucket_edges(filled: np.ndarray) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The first query of each bucket, and the one after its last."""
+    starts = tuple(0 if b == 0 else 2 ** (int(b) - 1) for b in filled)
+    return starts, tuple(1 if b == 0 else 2 ** int(b) for b in filled)
 
 
-def _sink_rate(measured: Measured) -> dict[str, Any]:
+def _sink_rate(measured: Measured) -> SinkRate:
     masses = measured.values["first_token_mass"]
-    return {"epsilon": SINK_RATE_EPSILON, "value": float((masses > SINK_RATE_EPSILON).mean())}
+    return SinkRate(SINK_RATE_EPSILON, float((masses > SINK_RATE_EPSILON).mean()))

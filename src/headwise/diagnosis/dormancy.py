@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from headwise.diagnosis.values import Dormancy
 from headwise.models.architectures import (
     architecture_of,
     device_of,
@@ -31,7 +32,7 @@ WEIGHT_THRESHOLD = 0.01
 ACTIVATION_TAU = 0.025
 
 
-def weight_dormancy(model: PreTrainedModel, threshold: float = WEIGHT_THRESHOLD) -> dict[str, Any]:
+def weight_dormancy(model: PreTrainedModel, threshold: float = WEIGHT_THRESHOLD) -> Dormancy:
     """Share of neurons whose weight-norm product is below the threshold, per layer and overall."""
     importances = [_importance(model, layer) for layer in layers_of(model)]
     return _summary(
@@ -58,7 +59,7 @@ def _row_norms(layer: nn.Module, name: str) -> list[Tensor]:
 
 def activation_dormancy(
     model: PreTrainedModel, batches: Iterable[Batch], tau: float = ACTIVATION_TAU
-) -> dict[str, Any]:
+) -> Dormancy:
     """Share of neurons whose mean |activation| is at most `tau` of their layer's mean."""
     row = architecture_of(model)
     layers = layers_of(model)
@@ -93,11 +94,11 @@ def activation_dormancy(
     return _summary(dormant, rule=f"mean |activation| <= {tau} of the layer's mean")
 
 
-def _summary(dormant: list[Tensor], rule: str) -> dict[str, Any]:
-    return {
-        "rule": rule,
-        "share": float(torch.cat(dormant).float().mean()),
-        "num_dormant": int(sum(int(d.sum()) for d in dormant)),
-        "num_neurons": int(sum(d.numel() for d in dormant)),
-        "share_by_layer": [float(d.float().mean()) for d in dormant],
-    }
+def _summary(dormant: list[Tensor], rule: str) -> Dormancy:
+    return Dormancy(
+        rule,
+        share=float(torch.cat(dormant).float().mean()),
+        num_dormant=int(sum(int(d.sum()) for d in dormant)),
+        num_neurons=int(sum(d.numel() for d in dormant)),
+        share_by_layer=tuple(float(d.float().mean()) for d in dormant),
+    )

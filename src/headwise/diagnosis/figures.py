@@ -31,18 +31,12 @@ from headwise.drawing import (
 )
 
 
-def short_name(diagnosis: Diagnosis) -> str:
-    """The model's name as a title can carry it: the last part of a path, without its ending."""
-    name = str(diagnosis.model["id"]).rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf")
-    return name if len(name) <= 32 else name[:29] + "..."
-
-
 def mass_histogram(diagnosis: Diagnosis) -> Figure:
     """Histogram of first-token mass over heads (paper Fig. 1), bars coloured by the threshold."""
     mass = diagnosis.maps["first_token_mass"].ravel()
     cut = diagnosis.thresholds.sink
     figure = new_figure(6.4, 3.6)
-    title = f"{short_name(diagnosis)}: first-token mass of {mass.size} heads"
+    title = f"{diagnosis.model.short_name}: first-token mass of {mass.size} heads"
     axes = titled_axes(figure, title, "first-token mass", "heads")
     counts, edges = np.histogram(mass, bins=50, range=(0, 1))
     colours = [RED if left >= cut else BLUE for left in edges[:-1]]
@@ -59,8 +53,8 @@ def mass_histogram(diagnosis: Diagnosis) -> Figure:
     )
     sweep = diagnosis.threshold_sweep
     note = (
-        f"between 0.4 and 0.6: {sweep['share_between_0.4_and_0.6']:.0%} of heads; "
-        f"valley depth {sweep['valley']['depth']:.2f}"
+        f"between 0.4 and 0.6: {sweep.share_between:.0%} of heads; "
+        f"valley depth {sweep.valley.depth:.2f}"
     )
     axes.set_xlabel(f"first-token mass   ({note})")
     return figure
@@ -73,7 +67,7 @@ def mass_against_slope(diagnosis: Diagnosis) -> Figure:
     figure = new_figure(6.4, 3.6)
     axes = titled_axes(
         figure,
-        f"{short_name(diagnosis)}: shallow slopes sink",
+        f"{diagnosis.model.short_name}: shallow slopes sink",
         "ALiBi slope (log)",
         "first-token mass",
     )
@@ -92,13 +86,14 @@ def mass_against_slope(diagnosis: Diagnosis) -> Figure:
 
 def position_profile(diagnosis: Diagnosis) -> Figure:
     """First-token mass by query position: sick and other heads apart, one thin line a head."""
-    profile = np.array(diagnosis.profile["first_token_mass"])  # (layer, head, bucket)
-    starts = np.array(diagnosis.profile["bucket_start"])
-    middle = np.sqrt((starts + 0.5) * (np.array(diagnosis.profile["bucket_stop"]) - 0.5))
+    assert diagnosis.profile is not None
+    profile = diagnosis.profile.first_token_mass
+    starts = np.array(diagnosis.profile.bucket_start)
+    middle = np.sqrt((starts + 0.5) * (np.array(diagnosis.profile.bucket_stop) - 0.5))
     figure = new_figure(6.4, 3.6)
     axes = titled_axes(
         figure,
-        f"{short_name(diagnosis)}: first-token mass along the text",
+        f"{diagnosis.model.short_name}: first-token mass along the text",
         "query position (log2 buckets)",
         "first-token mass",
     )
@@ -128,7 +123,7 @@ def survey_panels(survey: Survey) -> Figure:
     for axes, diagnosis, row in zip(grid.flat, survey.diagnoses, survey.rows, strict=False):
         draw_map(axes, diagnosis.maps["first_token_mass"], Normalize(0, 1), MASS_COLOURS)
         axes.set_title(
-            f"{row['model']}: {row['sick_share']:.1%} sick ({row['sick']}/{row['total_heads']})",
+            f"{row.model}: {row.sick_share:.1%} sick ({row.sick}/{row.total_heads})",
             loc="left",
         )
     image = grid[0, 0].images[0]  # all panels share one scale
@@ -138,16 +133,19 @@ def survey_panels(survey: Survey) -> Figure:
 
 def diagnosis_figures(diagnosis: Diagnosis, folder: Path) -> list[Path]:
     """All figures of one diagnosis that its maps allow."""
-    mass = diagnosis.maps["first_token_mass"]
+    mass, name = diagnosis.maps["first_token_mass"], diagnosis.model.short_name
     figures = {
         "first_token_mass_histogram": mass_histogram(diagnosis),
         "first_token_mass_map": head_heat_map(
-            mass, f"{short_name(diagnosis)}\nfirst-token mass", "first-token mass", limits=(0, 1)
+            mass,
+            f"{name}\nfirst-token mass",
+            "first-token mass",
+            limits=(0, 1),
         ),
     }
     if "entropy" in diagnosis.maps:
         figures["entropy_map"] = head_heat_map(
-            diagnosis.maps["entropy"], f"{short_name(diagnosis)}\nattention entropy", "nats"
+            diagnosis.maps["entropy"], f"{name}\nattention entropy", "nats"
         )
     if "slope" in diagnosis.maps:
         figures["mass_against_slope"] = mass_against_slope(diagnosis)

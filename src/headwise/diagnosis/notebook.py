@@ -28,7 +28,7 @@ def grid_html(diagnosis: Diagnosis) -> str:
         rows.append(f"<tr><th>L{layer}</th>{cells}</tr>")
     header = "".join(f"<th>H{head}</th>" for head in range(mass.shape[1]))
     counts = diagnosis.counts
-    title = f"{html.escape(str(diagnosis.model['id']))}: {counts['sick']} of {counts['total']} sick"
+    title = f"{html.escape(diagnosis.model.id)}: {counts['sick']} of {counts['total']} sick"
     return (
         f"<div><b>{title}</b><table style='border-collapse:collapse;font:11px monospace'>"
         f"<tr><th></th>{header}</tr>{''.join(rows)}</table></div>"

@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from scipy.stats import spearmanr
 
 from headwise.artefacts import read_json, save_artefact, versions
+from headwise.diagnosis.bimodality import BETWEEN
 from headwise.diagnosis.bloom_maps import maps_as_diagnoses
 from headwise.diagnosis.values import Diagnosis
 from headwise.errors import ArtefactError, HeadwiseError
 from headwise.heads import format_indices
 from headwise.progress import Progress, silent
+from headwise.values import plain_fields
 
 if TYPE_CHECKING:
     from headwise.models.loading import LoadedModel
@@ -27,16 +28,44 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class SurveyRow:
+    """One model: how many heads are sick, and where."""
+
+    model: str
+    num_parameters: int | None
+    num_layers: int
+    num_heads: int
+    positions: str
+    total_heads: int
+    sick: int
+    dead: int
+    sick_share: float
+    band: tuple[int, ...]
+    band_layer_share_min: float | None
+    band_layer_share_max: float | None
+    sick_layers: tuple[int, int] | None
+    sick_count_by_index: tuple[int, ...]
+    spearman_slope_sick_share: float | None
+    share_between: float  # of the heads, with a mass from 0.4 to 0.6
+
+    def to_json(self) -> dict[str, Any]:
+        """The row in `survey.json`."""
+        body = plain_fields(self)
+        body[BETWEEN] = body.pop("share_between")
+        return body
+
+
+@dataclass(frozen=True)
 class Survey:
     """One row a model, in the order given."""
 
-    rows: tuple[dict[str, Any], ...]
+    rows: tuple[SurveyRow, ...]
     diagnoses: tuple[Diagnosis, ...] = field(repr=False)
 
     def save(self, path: Path) -> Path:
         """Write `survey.json`."""
         body = {
-            "rows": [dict(row) for row in self.rows],
+            "rows": [row.to_json() for row in self.rows],
             "maps": [d.maps["first_token_mass"].tolist() for d in self.diagnoses],
             "provenance": {"versions": versions()},
         }
@@ -102,28 +131,28 @@ def _diagnose(
     )
 
 
-def _row(diagnosis: Diagnosis) -> dict[str, Any]:
-    counts, band = diagnosis.counts, diagnosis.band
-    shares = [band["sick_share_by_index"][index] for index in band["indices"]]
+def _row(diagnosis: Diagnosis) -> SurveyRow:
+    counts, band, model = diagnosis.counts, diagnosis.band, diagnosis.model
+    shares = [band.sick_share_by_index[index] for index in band.indices]
     sick_layers = np.flatnonzero(diagnosis.sick.any(1))
-    return {
-        "model": diagnosis.model["id"],
-        "num_parameters": diagnosis.model.get("num_parameters"),
-        "num_layers": diagnosis.model["num_layers"],
-        "num_heads": diagnosis.model["num_heads"],
-        "positions": diagnosis.model["positions"],
-        "total_heads": counts["total"],
-        "sick": counts["sick"],
-        "dead": counts["dead"],
-        "sick_share": counts["sick"] / counts["total"],
-        "band": band["indices"],
-        "band_layer_share_min": min(shares) if shares else None,
-        "band_layer_share_max": max(shares) if shares else None,
-        "sick_layers": [int(sick_layers[0]), int(sick_layers[-1])] if len(sick_layers) else None,
-        "sick_count_by_index": [int(n) for n in diagnosis.sick.sum(0)],
-        "spearman_slope_sick_share": slope_correlation(diagnosis),
-        "share_between_0.4_and_0.6": diagnosis.threshold_sweep["share_between_0.4_and_0.6"],
-    }
+    return SurveyRow(
+        model=model.id,
+        num_parameters=model.num_parameters,
+        num_layers=model.num_layers,
+        num_heads=model.num_heads,
+        positions=model.positions,
+        total_heads=counts["total"],
+        sick=counts["sick"],
+        dead=counts["dead"],
+        sick_share=counts["sick"] / counts["total"],
+        band=band.indices,
+        band_layer_share_min=min(shares) if shares else None,
+        band_layer_share_max=max(shares) if shares else None,
+        sick_layers=(int(sick_layers[0]), int(sick_layers[-1])) if len(sick_layers) else None,
+        sick_count_by_index=tuple(int(n) for n in diagnosis.sick.sum(0)),
+        spearman_slope_sick_share=slope_correlation(diagnosis),
+        share_between=diagnosis.threshold_sweep.share_between,
+    )
 
 
 def slope_correlation(diagnosis: Diagnosis) -> float | None:
@@ -131,6 +160,8 @@ def slope_correlation(diagnosis: Diagnosis) -> float | None:
     share = diagnosis.sick.mean(0)
     if "slope" not in diagnosis.maps or len(share) < 3 or share.std() == 0:
         return None
+    from scipy.stats import spearmanr  # late: slow to load
+
     return float(spearmanr(diagnosis.maps["slope"][0], share).statistic)
 
 
@@ -143,7 +174,7 @@ def read_diagnoses(path: Path) -> list[Diagnosis]:
         raise ArtefactError(
             f"schema is {body['schema']!r}, expected headwise.diagnosis/1", where=path
         )
-    return [Diagnosis.from_json(body)]
+    return [Diagnosis.from_json(body, path)]
 
 
 def survey_table(result: Survey) -> tuple[list[str], list[list[object]]]:
@@ -151,15 +182,15 @@ def survey_table(result: Survey) -> tuple[list[str], list[list[object]]]:
     columns = ["model", "weights", "heads", "sick", "band", "layers sick in band", "slope~sick"]
     rows: list[list[object]] = []
     for row in result.rows:
-        low, high = row["band_layer_share_min"], row["band_layer_share_max"]
-        rho = row["spearman_slope_sick_share"]
+        low, high = row.band_layer_share_min, row.band_layer_share_max
+        rho = row.spearman_slope_sick_share
         rows.append(
             [
-                row["model"],
-                "" if row["num_parameters"] is None else f"{row['num_parameters'] / 1e6:,.0f} M",
-                f"{row['num_layers']} x {row['num_heads']}",
-                f"{row['sick']} of {row['total_heads']} ({row['sick_share']:.1%})",
-                format_indices(row["band"]),
+                row.model,
+                "" if row.num_parameters is None else f"{row.num_parameters / 1e6:,.0f} M",
+                f"{row.num_layers} x {row.num_heads}",
+                f"{row.sick} of {row.total_heads} ({row.sick_share:.1%})",
+                format_indices(row.band),
                 "" if low is None else f"{low:.0%} to {high:.0%}",
                 "" if rho is None else f"{rho:.2f}",
             ]

@@ -4,74 +4,139 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from jaxtyping import Bool, Float
-from scipy.stats import gaussian_kde
 
 from headwise.artefacts import load_artefact, save_artefact
+from headwise.diagnosis.bimodality import ThresholdSweep, threshold_sweep
 from headwise.heads import Head, HeadMap, heads_where
+from headwise.models.model_info import ModelInfo
+from headwise.provenance import Provenance
+from headwise.values import (
+    BucketArray,
+    Empty,
+    Finite,
+    HeadArray,
+    PooledArray,
+    from_plain,
+    plain_fields,
+    to_plain,
+)
 
-CLASSES = ("healthy", "low_entropy", "sink", "dead")
+if TYPE_CHECKING:
+    import pandas as pd
 
-
-SWEEP = (0.40, 0.50, 0.60)
-
-
-MODE_SHARE = 0.05  # a mode holds at least this share of the heads
-
-
+HeadClass = Literal["healthy", "low_entropy", "sink", "dead"]
+CLASSES: tuple[HeadClass, ...] = ("healthy", "low_entropy", "sink", "dead")
+SICK: tuple[HeadClass, ...] = ("dead", "sink")
+MASS = "first_token_mass"
 BAND_SHARE = 0.3  # a head index belongs to the band if more than this share of layers is sick
+Classes = tuple[tuple[HeadClass, ...], ...]  # [layer][head]
 
 
 @dataclass(frozen=True)
 class Thresholds:
     """Where the classes begin: mass of the first token, and entropy in nats."""
 
-    dead: float = 0.95
-    sink: float = 0.50
-    low_entropy: float = 0.50
+    dead: Finite = 0.95
+    sink: Finite = 0.50
+    low_entropy: Finite = 0.50
+
+
+@dataclass(frozen=True)
+class Profile:
+    """First-token mass by query position: bucket b holds queries start[b] .. stop[b] - 1."""
+
+    bucket_start: tuple[int, ...]
+    bucket_stop: tuple[int, ...]
+    num_queries: tuple[int, ...]
+    first_token_mass: BucketArray = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """Each head's attention pooled into query x key buckets: a picture of any length."""
+
+    bucket_start: tuple[int, ...]
+    bucket_stop: tuple[int, ...]
+    maps: PooledArray = field(repr=False)
+
+
+@dataclass(frozen=True)
+class SinkRate:
+    """Share of (text, layer, head) above epsilon (Gu et al. 2410.10781)."""
+
+    epsilon: Finite
+    value: Finite
+
+
+@dataclass(frozen=True)
+class Dormancy:
+    """Dormant MLP neurons by one rule."""
+
+    rule: str
+    share: Finite
+    num_dormant: int
+    num_neurons: int
+    share_by_layer: tuple[Finite, ...] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Band:
+    """Head indices that are sick in many layers."""
+
+    indices: tuple[int, ...]
+    sick_share_by_index: tuple[float, ...]
+    rule: str
 
 
 @dataclass(frozen=True)
 class Diagnosis:
     """Every head's measures and class, with what produced them."""
 
-    model: Mapping[str, Any]
-    maps: Mapping[str, Float[np.ndarray, "layer head"]] = field(repr=False)
-    classes: tuple[tuple[str, ...], ...] = field(repr=False)
+    model: ModelInfo
+    maps: Mapping[str, HeadArray] = field(repr=False)
+    classes: Classes = field(repr=False)
     thresholds: Thresholds = field(default_factory=Thresholds)
-    spread: Mapping[str, Float[np.ndarray, "layer head"]] = field(default_factory=dict, repr=False)
-    profile: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    pooled: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    sink_rate: Mapping[str, Any] = field(default_factory=dict)
-    mlp_dormancy: Mapping[str, Any] | None = field(default=None, repr=False)
-    provenance: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    spread: Mapping[str, HeadArray] = field(default_factory=dict, repr=False)
+    profile: Annotated[Profile | None, Empty] = field(default=None, repr=False)
+    pooled: Annotated[Pooled | None, Empty] = field(default=None, repr=False)
+    sink_rate: Annotated[SinkRate | None, Empty] = None
+    mlp_dormancy: Dormancy | None = field(default=None, repr=False)
+    provenance: Provenance = field(default_factory=Provenance, repr=False)
+
+    def __post_init__(self) -> None:
+        if MASS not in self.maps:
+            raise ValueError(f"maps: {MASS} is missing")
+        shapes = {np.shape(self.classes), *(value.shape for value in self.maps.values())}
+        if shapes != {self.model.shape}:
+            raise ValueError(f"maps and classes must all have the model's shape {self.model.shape}")
 
     @property
     def counts(self) -> dict[str, int]:
         """Heads in each class, and `sick` = dead + sink, and `total`."""
         found = Counter(name for row in self.classes for name in row)
-        counts = {name: found[name] for name in CLASSES}
-        return {**counts, "sick": counts["dead"] + counts["sink"], "total": sum(counts.values())}
+        counts: dict[str, int] = {name: found[name] for name in CLASSES}
+        return {**counts, "sick": sum(counts[c] for c in SICK), "total": sum(counts.values())}
 
     @property
     def sick(self) -> Bool[np.ndarray, "layer head"]:
         """Which heads are dead or sinks."""
-        return np.isin(np.array(self.classes), ("dead", "sink"))
+        return np.isin(np.array(self.classes), SICK)
 
     @property
-    def band(self) -> dict[str, Any]:
+    def band(self) -> Band:
         """Head indices that are sick in more than 30% of the layers (the paper's code rule)."""
         share = self.sick.mean(0)
-        return {
-            "indices": [int(i) for i in np.flatnonzero(share > BAND_SHARE)],
-            "sick_share_by_index": [float(value) for value in share],
-            "rule": f"sick in more than {BAND_SHARE:.0%} of the layers",
-        }
+        return Band(
+            tuple(int(i) for i in np.flatnonzero(share > BAND_SHARE)),
+            tuple(float(value) for value in share),
+            f"sick in more than {BAND_SHARE:.0%} of the layers",
+        )
 
     @property
     def band_heads(self) -> list[Head]:
@@ -79,41 +144,43 @@ class Diagnosis:
         layers = np.flatnonzero(self.sick.any(1))
         mask = np.zeros_like(self.sick)
         if len(layers):
-            mask[layers[0] : layers[-1] + 1, self.band["indices"]] = True
+            mask[layers[0] : layers[-1] + 1, list(self.band.indices)] = True
         return heads_where(mask)
 
     @property
-    def threshold_sweep(self) -> dict[str, Any]:
+    def threshold_sweep(self) -> ThresholdSweep:
         """How far the sick count depends on the threshold, and whether there is a valley at all."""
-        return threshold_sweep(self.maps["first_token_mass"])
+        return threshold_sweep(self.maps[MASS])
 
     def head_sets(self) -> dict[str, list[Head]]:
         """What the words of a selection mean for this model."""
         names = np.array(self.classes)
-        sets = {name: heads_where(names == name) for name in CLASSES}
+        sets: dict[str, list[Head]] = {name: heads_where(names == name) for name in CLASSES}
         return {**sets, "sick": heads_where(self.sick), "band": self.band_heads}
+
+    def class_of(self, head: Head) -> HeadClass:
+        """The class of one head."""
+        return self.classes[head.layer][head.index]
 
     def map(self, name: str) -> HeadMap:
         """One measure as a `HeadMap`."""
         return HeadMap(name, self.maps[name])
 
+    def to_frame(self) -> pd.DataFrame:
+        """One row per head: layer, head, class and every measure (needs pandas)."""
+        from headwise.frames import head_frame
+
+        return head_frame(self.maps, {"class": self.classes})
+
     def to_json(self) -> dict[str, Any]:
         """The body of `diagnosis.json`."""
-        return {
-            "model": dict(self.model),
-            "maps": {name: value.tolist() for name, value in self.maps.items()},
-            "spread": {name: value.tolist() for name, value in self.spread.items()},
-            "profile": dict(self.profile),
-            "pooled": dict(self.pooled),
-            "classes": [list(row) for row in self.classes],
+        derived = {
             "counts": self.counts,
-            "thresholds": asdict(self.thresholds),
-            "threshold_sweep": self.threshold_sweep,
-            "sink_rate": dict(self.sink_rate),
             "band": self.band,
-            "mlp_dormancy": self.mlp_dormancy,
-            "provenance": dict(self.provenance),
+            "threshold_sweep": self.threshold_sweep,
         }
+        body = {**plain_fields(self), **to_plain(derived)}
+        return {k: {} if v is None and k in _EMPTY else v for k, v in body.items()}
 
     def save(self, path: Path) -> Path:
         """Write `diagnosis.json`."""
@@ -122,23 +189,12 @@ class Diagnosis:
     @staticmethod
     def load(path: Path) -> Diagnosis:
         """Read `diagnosis.json`."""
-        return Diagnosis.from_json(load_artefact(path, "diagnosis"))
+        return Diagnosis.from_json(load_artefact(path, "diagnosis"), path)
 
     @staticmethod
-    def from_json(body: Mapping[str, Any]) -> Diagnosis:
+    def from_json(body: Mapping[str, Any], where: object = "a diagnosis") -> Diagnosis:
         """Rebuild a diagnosis from the body of its artefact."""
-        return Diagnosis(
-            model=body["model"],
-            maps={name: np.array(value, dtype=float) for name, value in body["maps"].items()},
-            classes=tuple(tuple(row) for row in body["classes"]),
-            thresholds=Thresholds(**body["thresholds"]),
-            spread={name: np.array(value) for name, value in body["spread"].items()},
-            profile=body["profile"],
-            pooled=body.get("pooled", {}),
-            sink_rate=body["sink_rate"],
-            mlp_dormancy=body["mlp_dormancy"],
-            provenance=body["provenance"],
-        )
+        return from_plain(Diagnosis, body, where)
 
     def _repr_html_(self) -> str:
         from headwise.diagnosis.notebook import grid_html
@@ -146,11 +202,14 @@ class Diagnosis:
         return grid_html(self)
 
 
+_EMPTY = ("profile", "pooled", "sink_rate")  # written as {} where a published map has none
+
+
 def classify(
     first_token_mass: Float[np.ndarray, "layer head"],
     entropy: Float[np.ndarray, "layer head"] | None,
     thresholds: Thresholds,
-) -> tuple[tuple[str, ...], ...]:
+) -> Classes:
     """dead, else sink, else low_entropy, else healthy; without entropy nobody is low_entropy."""
     names = np.full(first_token_mass.shape, "healthy", dtype=object)
     if entropy is not None:
@@ -162,46 +221,11 @@ def classify(
 
 def diagnosis_from(
     *,
-    model: Mapping[str, Any],
+    model: ModelInfo,
     maps: Mapping[str, Float[np.ndarray, "layer head"]],
     thresholds: Thresholds,
     **rest: Any,
 ) -> Diagnosis:
     """A diagnosis from maps alone: `first_token_mass` is needed, `entropy` is welcome."""
-    classes = classify(maps["first_token_mass"], maps.get("entropy"), thresholds)
+    classes = classify(maps[MASS], maps.get("entropy"), thresholds)
     return Diagnosis(model=model, maps=maps, classes=classes, thresholds=thresholds, **rest)
-
-
-def threshold_sweep(mass: Float[np.ndarray, "layer head"]) -> dict[str, Any]:
-    """Sick counts at 0.40, 0.50 and 0.60, the share between, and the valley of the histogram."""
-    return {
-        "counts": {f"{cut:.2f}": int((mass > cut).sum()) for cut in SWEEP},
-        "share_between_0.4_and_0.6": float(((mass > 0.4) & (mass <= 0.6)).mean()),
-        "valley": _valley(mass.ravel()),
-    }
-
-
-def _valley(values: Float[np.ndarray, head]) -> dict[str, Any]:
-    """Deepest dip of a kernel density below the highest points on both sides: 1 empty, 0 no dip.
-
-    Each side must hold 5% of the heads, or one stray head in a tail would pass for a mode.
-    """
-    none: dict[str, Any] = {"depth": 0.0, "position": None, "modes": []}
-    if values.std() < 1e-6:
-        return none
-    grid = np.linspace(0, 1, 201)
-    density = gaussian_kde(values)(grid)
-    left = np.maximum.accumulate(density)
-    right = np.maximum.accumulate(density[::-1])[::-1]
-    below = (values[None] <= grid[:, None]).mean(1)
-    sided = np.minimum(below, 1 - below) >= MODE_SHARE
-    depth = np.where(sided, 1 - density / np.maximum(np.minimum(left, right), 1e-12), 0.0)
-    lowest = int(np.argmax(depth))
-    if depth[lowest] <= 0:
-        return none
-    modes = [grid[np.argmax(density[:lowest])], grid[lowest + np.argmax(density[lowest:])]]
-    return {
-        "depth": float(depth[lowest]),
-        "position": float(grid[lowest]),
-        "modes": [float(mode) for mode in modes],
-    }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 import torch
 from transformers import (
@@ -16,6 +15,7 @@ from headwise.models.architectures import (
     positions_of,
     projection_of,
 )
+from headwise.models.model_info import ModelInfo
 from headwise.models.offloading import held_tensor, parameter_shapes
 
 
@@ -30,23 +30,23 @@ def weight_fingerprint(model: PreTrainedModel) -> str:
     return digest.hexdigest()
 
 
-def describe_model(model: PreTrainedModel, name: str | None = None) -> dict[str, Any]:
+def describe_model(model: PreTrainedModel, name: str | None = None) -> ModelInfo:
     """What an artefact says about its model."""
     geometry = geometry_of(model)
     slopes = alibi_slopes(model)
-    return {
-        "id": name or model.config._name_or_path or str(model.config.model_type),
-        "model_type": str(model.config.model_type),
-        "fingerprint": weight_fingerprint(model),
-        "num_layers": geometry.num_layers,
-        "num_heads": geometry.num_heads,
-        "num_kv_heads": geometry.num_kv_heads,
-        "head_dim": geometry.head_dim,
-        "hidden_size": int(model.config.get_text_config().hidden_size),
-        "qkv_bias": getattr(projection_of(model, 0, "q"), "bias", None) is not None,
-        "output_bias": getattr(projection_of(model, 0, "o"), "bias", None) is not None,
-        "positions": positions_of(model),
-        "num_parameters": sum(shape.numel() for shape in parameter_shapes(model).values()),
-        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
-        **({} if slopes is None else {"slopes": [float(s) for s in slopes]}),
-    }
+    return ModelInfo(
+        id=name or model.config._name_or_path or str(model.config.model_type),
+        model_type=str(model.config.model_type),
+        fingerprint=weight_fingerprint(model),
+        num_layers=geometry.num_layers,
+        num_heads=geometry.num_heads,
+        num_kv_heads=geometry.num_kv_heads,
+        head_dim=geometry.head_dim,
+        hidden_size=int(model.config.get_text_config().hidden_size),
+        qkv_bias=getattr(projection_of(model, 0, "q"), "bias", None) is not None,
+        output_bias=getattr(projection_of(model, 0, "o"), "bias", None) is not None,
+        positions=positions_of(model),
+        num_parameters=sum(shape.numel() for shape in parameter_shapes(model).values()),
+        dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
+        slopes=None if slopes is None else tuple(float(s) for s in slopes),
+    )

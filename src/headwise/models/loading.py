@@ -28,6 +28,7 @@ from transformers.utils import logging as hf_logging
 from headwise.errors import ModelError
 from headwise.models.architectures import architecture_of
 from headwise.models.description import describe_model
+from headwise.models.model_info import ModelInfo
 from headwise.models.offloading import held_tensor
 from headwise.models.patient import patient_dir
 
@@ -45,7 +46,7 @@ class LoadedModel:
     model: PreTrainedModel = field(repr=False)
     tokenizer: PreTrainedTokenizerBase = field(repr=False)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> ModelInfo:
         """The `model` entry of an artefact."""
         return describe_model(self.model, self.id)
 

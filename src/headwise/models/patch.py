@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from headwise.errors import ArtefactError
+from headwise.models.patch_info import PatchInfo
 from headwise.models.slices import Span, slices_fingerprint, write_slices
 from headwise.models.tensor_files import read_safetensors, write_safetensors
+from headwise.values import from_plain, to_plain
 
 PATCH_SCHEMA = "headwise.patch/1"
 
@@ -33,7 +34,7 @@ class Patch:
     """Changed slices by name, with provenance."""
 
     slices: Mapping[str, Slice] = field(repr=False)
-    info: Mapping[str, Any]  # base model id, plan, settings: JSON values only
+    info: PatchInfo = field(default_factory=PatchInfo)
 
     @property
     def num_weights(self) -> int:
@@ -60,6 +61,11 @@ class Patch:
         self._require(model, "after", "undo", any_bits=force)
         write_slices(model, {part.span: part.before for part in self.slices.values()})
 
+    def describe(self, path: Path | None = None) -> PatchInfo:
+        """What an evaluation records of this patch."""
+        told = None if path is None else str(path)
+        return replace(self.info, path=told, num_weights=self.num_weights)
+
     def _require(self, model: PreTrainedModel, state: str, verb: str, *, any_bits: bool) -> None:
         """Check every slice before one is written; `any_bits` asks for the right shape only."""
         named = dict(model.named_parameters())
@@ -70,7 +76,7 @@ class Patch:
                 raise ArtefactError(
                     f"cannot {verb} the patch: {name} is not what it should be "
                     f"({'other bits' if fits else 'no such weights'})",
-                    where=f"patch made for {self.info.get('base_model', 'an unknown model')}",
+                    where=f"patch made for {self.info.base_model}",
                     fix="use the model the patch was made from" + (", or --force" if fits else ""),
                 )
 
@@ -87,7 +93,7 @@ class Patch:
         metadata = {
             "schema": PATCH_SCHEMA,
             "spans": json.dumps(spans, sort_keys=True),
-            "info": json.dumps(dict(self.info), sort_keys=True),
+            "info": json.dumps(to_plain(self.info), sort_keys=True),
             "base_slices_sha256": self.base_fingerprint(),
         }
         return write_safetensors(path, tensors, metadata)
@@ -103,7 +109,7 @@ class Patch:
             name: Slice(Span(*span), tensors[f"{name}.before"], tensors[f"{name}.after"])
             for name, span in json.loads(metadata["spans"]).items()
         }
-        patch = Patch(slices, json.loads(metadata["info"]))
+        patch = Patch(slices, from_plain(PatchInfo, json.loads(metadata["info"]), path))
         if patch.base_fingerprint() != metadata.get("base_slices_sha256"):
             raise ArtefactError("the patch is damaged: its base slices do not match", where=path)
         return patch

@@ -30,6 +30,7 @@ from headwise.intervals import Interval, mean_intervals
 from headwise.models.architectures import device_of, geometry_of
 from headwise.models.slices import head_spans
 from headwise.progress import Progress, silent, track
+from headwise.proof.evaluation import HeadCost
 from headwise.texts.batches import Batch, batches
 
 _TOKENS = 2048  # a batch of ablations: enough for the GEMMs, little enough for the caches
@@ -52,8 +53,16 @@ class Ablation:
     tokens: Int[np.ndarray, "document"] = field(repr=False)
 
     def intervals(self, seed: int = 0) -> list[Interval]:
-        """Mean change of loss per token, one interval a set; positive: the heads were useful."""
+        """Mean change of loss per token, one interval per set; positive: the heads were useful."""
         return mean_intervals(self.deltas, self.tokens, seed=seed)
+
+    def costs(self, labels: Sequence[str], seed: int = 0) -> dict[str, HeadCost]:
+        """The intervals by name, as `evaluation.json` holds them."""
+        found = zip(labels, self.intervals(seed), self.sets, strict=True)
+        return {
+            label: HeadCost(i.value, i.low, i.high, tuple(str(head) for head in heads))
+            for label, i, heads in found
+        }
 
 
 def ablate_heads(
@@ -260,13 +269,3 @@ def _add_first_order(model: PreTrainedModel, batch: Batch, estimate: Tensor) -> 
         found = torch.autograd.grad(loss, [gates[layer] for layer in layers])
     for layer, gradient in zip(layers, found, strict=True):
         estimate[layer] -= gradient.flatten().double().cpu()
-
-
-def ablation_json(ablation: Ablation, labels: Sequence[str], seed: int = 0) -> dict[str, Any]:
-    """Named rows for `evaluation.json`."""
-    return {
-        label: {**interval.to_json(), "heads": [str(head) for head in heads]}
-        for label, interval, heads in zip(
-            labels, ablation.intervals(seed), ablation.sets, strict=True
-        )
-    }

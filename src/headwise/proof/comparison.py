@@ -1,254 +1,94 @@
-"""Comparison: what changed between two conditions, where, and whether it could have.
-
-Transitions between classes (iatrogenic: healthy before, sick after; self-healed: sick before, not
-operated on, not sick after), drift by zone, columns over checkpoints, paired losses. Heads in
-layers that the operation cannot reach are counted apart: their change is zero by construction.
-"""
+"""A comparison as a value: transitions, drift by zone, columns, paired losses. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+from headwise.artefacts import load_artefact, save_artefact
+from headwise.frames import head_frame
+from headwise.intervals import Interval
+from headwise.models.model_info import ModelInfo
+from headwise.proof.evaluation import Recovery
+from headwise.proof.trajectories import ColumnTrend, TwoPhenomena
+from headwise.proof.zones import Drift, Transitions
+from headwise.provenance import Provenance
+from headwise.surgery.plan import SurgeryPlan
+from headwise.values import HeadArray, from_plain, plain_fields
 
-from headwise.artefacts import find_plasticity, load_artefact, read_json, save_artefact, versions
-from headwise.diagnosis.values import Diagnosis
-from headwise.errors import ArtefactError
-from headwise.intervals import Interval, mean_interval
-from headwise.proof.evaluation import Evaluation
-from headwise.proof.trajectories import (
-    Map,
-    Mask,
-    column_trends,
-    step_deltas,
-    trajectory_shapes,
-    two_phenomena,
-)
-from headwise.proof.zones import drift_by_zone, transitions, zone_masks
-from headwise.surgery.plan import SurgeryPlan, join_plans, plans_of
-
-_IDENTITY = ("model_type", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """One side of a comparison: a diagnosis, and its evaluation and plasticity, if any."""
+class PairedLoss:
+    """Mean loss on one text set before and after, and their difference paired by document."""
 
-    diagnosis: Diagnosis
-    evaluation: Evaluation | None = None
-    plasticity: Mapping[str, Any] | None = field(default=None, repr=False)
+    before: Interval
+    after: Interval
+    perplexity_before: Interval
+    perplexity_after: Interval
+    difference: Interval
+    verdict: str
+
+
+@dataclass(frozen=True)
+class PlasticityChange:
+    """Change of attention plasticity: by head (None where one side has none), and by zone."""
+
+    delta: tuple[tuple[float | None, ...], ...] = field(repr=False)
+    mean_delta: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class ComparisonSettings:
+    """What decides the intervals."""
+
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class ComparisonProvenance:
+    """Versions, settings, and what produced both sides."""
+
+    versions: Mapping[str, str]
+    settings: ComparisonSettings
+    before: Provenance
+    after: Provenance
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The body of `comparison.json`."""
+    """What changed between two conditions of one model."""
 
-    body: Mapping[str, Any] = field(repr=False)
+    model: ModelInfo
+    plan: SurgeryPlan | None = field(repr=False)
+    transitions: Transitions = field(repr=False)
+    drift: Drift = field(repr=False)
+    delta: Mapping[str, HeadArray] = field(repr=False)
+    columns: Mapping[str, ColumnTrend] = field(repr=False)
+    trajectories: Mapping[str, str] = field(repr=False)
+    two_phenomena: TwoPhenomena | None = field(repr=False)
+    plasticity: PlasticityChange | None = field(repr=False)
+    losses: Mapping[str, PairedLoss]
+    recovery: Recovery | None
+    provenance: ComparisonProvenance = field(repr=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """The body of `comparison.json`."""
+        return plain_fields(self)
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per head: the change of every measure (needs pandas)."""
+        return head_frame(self.delta, {})
 
     def save(self, path: Path) -> Path:
         """Write `comparison.json`."""
-        return save_artefact(path, "comparison", dict(self.body))
+        return save_artefact(path, "comparison", self.to_json())
 
     @staticmethod
     def load(path: Path) -> Comparison:
         """Read `comparison.json`."""
-        return Comparison(load_artefact(path, "comparison"))
-
-
-def read_snapshot(path: Path) -> Snapshot:
-    """A diagnosis.json, an evaluation.json, or a folder that holds one of them.
-
-    A plasticity.json in the folder, or in its subfolder `plasticity`, comes along.
-    """
-    plasticity = None
-    if path.is_dir():
-        plasticity = find_plasticity(path)
-        found = [path / n for n in ("evaluation.json", "diagnosis.json") if (path / n).exists()]
-        if not found:
-            raise ArtefactError("no evaluation.json or diagnosis.json here", where=path)
-        path = found[0]
-    schema = read_json(path).get("schema")
-    if schema == "headwise.evaluation/1":
-        evaluation = Evaluation.load(path)
-        return Snapshot(evaluation.diagnosis, evaluation, plasticity)
-    return Snapshot(Diagnosis.load(path), None, plasticity)
-
-
-def compare(
-    before: Snapshot,
-    after: Snapshot,
-    *,
-    plan: SurgeryPlan | None = None,
-    checkpoints: Sequence[tuple[int, Map]] = (),
-    whole_layers: bool = False,
-    seed: int = 0,
-) -> Comparison:
-    """Compare two conditions; `checkpoints` are the run's (step, first-token mass) maps.
-
-    Their changes are from the run's own map before the operation (step -1), read on the same text.
-    `whole_layers`: the patch changes whole projections (lora), not only the planned heads.
-    `seed` is the bootstrap's.
-    """
-    _require_comparable(before, after)
-    plan = plan or _plan_of(after)
-    _require_shapes(before.diagnosis, plan, checkpoints)
-    zones = zone_masks(before.diagnosis, plan, whole_layers=whole_layers)
-    start = before.diagnosis.maps["first_token_mass"]
-    delta = after.diagnosis.maps["first_token_mass"] - start
-    deltas = step_deltas(checkpoints, start)
-    body = {
-        "model": dict(before.diagnosis.model),
-        "plan": None if plan is None else plan.model_dump(mode="json"),
-        "transitions": transitions(before.diagnosis, after.diagnosis, zones["operated"]),
-        "drift": drift_by_zone(delta, zones),
-        "delta": {"first_token_mass": delta.tolist(), **_other_deltas(before, after)},
-        "columns": column_trends(deltas or [(0, delta)], zones["watched"]),
-        "trajectories": trajectory_shapes(deltas, zones["watched"]),
-        "two_phenomena": two_phenomena(deltas, zones),
-        "plasticity": plasticity_change(before, after, zones),
-        "losses": paired_losses(before.evaluation, after.evaluation, seed),
-        "recovery": None if after.evaluation is None else after.evaluation.body.get("recovery"),
-        "provenance": {
-            "versions": versions(),
-            "settings": {"seed": seed},
-            "before": before.diagnosis.provenance,
-            "after": after.diagnosis.provenance,
-        },
-    }
-    return Comparison(body)
-
-
-def _plan_of(after: Snapshot) -> SurgeryPlan | None:
-    """What the evaluated patches say they operated on."""
-    patches = [] if after.evaluation is None else after.evaluation.body.get("patches") or []
-    plans = plans_of(patches)
-    return join_plans(plans) if plans else None
-
-
-def _require_comparable(before: Snapshot, after: Snapshot) -> None:
-    left, right = before.diagnosis, after.diagnosis
-    for key in _IDENTITY:
-        if left.model.get(key) != right.model.get(key):
-            raise ArtefactError(
-                f"these are different models: {key} is {left.model.get(key)} and "
-                f"{right.model.get(key)}",
-                where=f"{left.model['id']} and {right.model['id']}",
-                fix="compare two conditions of one model",
-            )
-    bases = [s.evaluation.body["model"]["fingerprint"] for s in (before, after) if s.evaluation]
-    if len(set(bases)) > 1:
-        raise ArtefactError(
-            "these are different models: the base weights differ",
-            where=f"{left.model['id']} and {right.model['id']}",
-            fix="evaluate the same base with and without --patch",
-        )
-    hashes = [d.provenance.get("texts", {}).get("sha256") for d in (left, right)]
-    if hashes[0] != hashes[1]:
-        raise ArtefactError(
-            "the two conditions were measured on different text sets",
-            where=f"text hashes {str(hashes[0])[:12]} and {str(hashes[1])[:12]}",
-            fix="run both with the same --texts",
-        )
-    settings = [d.provenance.get("settings") for d in (left, right)]
-    if settings[0] != settings[1]:
-        raise ArtefactError(
-            "the two conditions were measured with different settings",
-            where=f"{settings[0]} and {settings[1]}",
-            fix="run both with the same --max-length, --skip-queries and --bos",
-        )
-
-
-def _require_shapes(
-    diagnosis: Diagnosis, plan: SurgeryPlan | None, checkpoints: Sequence[tuple[int, Map]]
-) -> None:
-    shape = diagnosis.sick.shape
-    others = {"run": {mass.shape for _, mass in checkpoints}}
-    if plan is not None:
-        others["plan"] = {(plan.model.num_layers, plan.model.num_heads)}
-    for name, shapes in others.items():
-        if shapes - {shape}:
-            raise ArtefactError(
-                f"the {name} is for a model of (layers, heads) = {min(shapes - {shape})}, "
-                f"the diagnoses have {shape}",
-                where=diagnosis.model["id"],
-                fix=f"pass the {name} of this model",
-            )
-
-
-def _other_deltas(before: Snapshot, after: Snapshot) -> dict[str, Any]:
-    names = sorted(set(before.diagnosis.maps) & set(after.diagnosis.maps) - {"first_token_mass"})
-    return {n: (after.diagnosis.maps[n] - before.diagnosis.maps[n]).tolist() for n in names}
-
-
-def plasticity_change(
-    before: Snapshot, after: Snapshot, zones: Mapping[str, Mask]
-) -> dict[str, Any] | None:
-    """Change of attention plasticity a head and its mean by zone, where both were captured."""
-    left, right = before.plasticity, after.plasticity
-    if left is None or right is None:
-        return None
-    where = ("model_dir", "dataset_name", "revision")  # may differ: two captures are two datasets
-    settings = [
-        {k: v for k, v in body["provenance"]["settings"].items() if k not in where}
-        for body in (left, right)
-    ]
-    if settings[0] != settings[1]:
-        raise ArtefactError(
-            "the two plasticities were measured with different settings",
-            fix="run `headwise plasticity` alike on both captures",
-        )
-    start, end = (np.array(body["maps"]["plasticity"], dtype=float) for body in (left, right))
-    shape = before.diagnosis.maps["first_token_mass"].shape
-    if start.shape != shape or end.shape != shape:
-        raise ArtefactError(
-            f"plasticity maps of {start.shape} and {end.shape} heads beside {shape}",
-            fix="capture all layers and heads of both conditions",
-        )
-    delta = end - start
-    measured = np.isfinite(delta)
-    return {
-        "delta": [[None if np.isnan(x) else float(x) for x in row] for row in delta],
-        "mean_delta": {
-            name: float(delta[zones[name] & measured].mean())
-            for name in ("operated", "watched", "outside")
-            if (zones[name] & measured).any()
-        },
-    }
-
-
-def paired_losses(
-    before: Evaluation | None, after: Evaluation | None, seed: int = 0
-) -> dict[str, Any]:
-    """Change of mean loss on every text set both saw, paired by document."""
-    if before is None or after is None:
-        return {}
-    result = {}
-    for name, left in before.body["text_sets"].items():
-        right = after.body["text_sets"].get(name)
-        if right is None:
-            continue
-        if left["texts"]["sha256"] != right["texts"]["sha256"]:
-            raise ArtefactError(f"the text set {name!r} differs between the two evaluations")
-        tokens = np.array(left["document_tokens"])
-        difference = np.array(right["document_loss_sums"]) - np.array(left["document_loss_sums"])
-        interval = mean_interval(difference, tokens, seed=seed)
-        result[name] = {
-            "before": left["loss"],
-            "after": right["loss"],
-            "perplexity_before": left["perplexity"],
-            "perplexity_after": right["perplexity"],
-            "difference": interval.to_json(),
-            "verdict": _verdict(interval, len(tokens)),
-        }
-    return result
-
-
-def _verdict(interval: Interval, documents: int) -> str:
-    if documents < 2:
-        return "one document: nothing can be said"
-    if interval.high < 0:
-        return "lower with 95% confidence"
-    return "higher with 95% confidence" if interval.low > 0 else "no difference shown"
+        return from_plain(Comparison, load_artefact(path, "comparison"), path)

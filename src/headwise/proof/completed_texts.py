@@ -14,9 +14,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headwise.artefacts import save_artefact, versions
+from headwise.artefacts import load_artefact, save_artefact, versions
 from headwise.bundled import DATA
 from headwise.errors import TextError
+from headwise.models.model_info import ModelInfo
+from headwise.values import OMITTED, from_plain, to_plain
 
 PROMPTS = DATA / "prompts" / "completions.jsonl"
 
@@ -107,12 +109,21 @@ class Completion:
 
 
 @dataclass(frozen=True)
+class CompletionProvenance:
+    """The prompts, the versions and, where it is known, the stock model."""
+
+    prompts_sha256: str | None = field(default=None, metadata=OMITTED)
+    versions: Mapping[str, str] = field(default_factory=versions)
+    model: ModelInfo | None = field(default=None, metadata=OMITTED)
+
+
+@dataclass(frozen=True)
 class Completions:
     """The same prompts through several conditions."""
 
     conditions: Mapping[str, Sequence[Completion]] = field(repr=False)
     sampling: Sampling
-    provenance: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    provenance: CompletionProvenance = field(default_factory=CompletionProvenance, repr=False)
 
     def summary(self) -> dict[str, dict[str, dict[str, float]]]:
         """Means of the measures by condition: over all prompts, and by category."""
@@ -127,9 +138,39 @@ class Completions:
             "conditions": conditions,
             "summary": self.summary(),
             "sampling": asdict(self.sampling),
-            "provenance": {**self.provenance, "versions": versions()},
+            "provenance": to_plain(self.provenance),
         }
         return save_artefact(path, "completions", body)
+
+    @staticmethod
+    def load(path: Path) -> Completions:
+        """Read `completions.json`."""
+        body = load_artefact(path, "completions")
+        saved = from_plain(_Saved, body, path)
+        conditions = {
+            name: [row.value() for row in rows] for name, rows in saved.conditions.items()
+        }
+        return Completions(conditions, saved.sampling, saved.provenance)
+
+
+@dataclass(frozen=True)
+class _SavedRow:
+    prompt: str
+    category: str
+    completion: str
+    measures: TextMeasures
+
+    def value(self) -> Completion:
+        return Completion(Prompt(self.prompt, self.category), self.completion, self.measures)
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """`completions.json` as it lies on disk."""
+
+    conditions: Mapping[str, tuple[_SavedRow, ...]]
+    sampling: Sampling
+    provenance: CompletionProvenance
 
 
 _STOPWORDS = {

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -17,10 +16,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from headwise.artefacts import content_hash
 from headwise.models.architectures import architecture_of, device_of
+from headwise.models.model_info import ModelInfo
 from headwise.models.patch import Patch
 from headwise.progress import Progress, silent, track
 from headwise.proof.completed_texts import (
     Completion,
+    CompletionProvenance,
     Completions,
     Prompt,
     Sampling,
@@ -37,7 +38,7 @@ def complete(
     sampling: Sampling | None = None,
     *,
     patches: Mapping[str, Sequence[Patch | Path]] | None = None,
-    base: Mapping[str, Any] | None = None,
+    base: ModelInfo | None = None,
     batch_size: int = 10,
     progress: Progress = silent,
 ) -> Completions:
@@ -54,8 +55,8 @@ def complete(
         conditions[name] = _with_patches(
             model, tokenizer, chosen, how, read, batch_size=batch_size, progress=progress
         )
-    known = {} if base is None else {"model": dict(base)}
-    return Completions(conditions, how, {**known, "prompts_sha256": prompts_hash(chosen)})
+    provenance = CompletionProvenance(prompts_hash(chosen), model=base)
+    return Completions(conditions, how, provenance)
 
 
 def _with_patches(

@@ -8,7 +8,6 @@ costs, so that functional recovery can be told: not sick *and* useful with 95% c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -18,17 +17,29 @@ from headwise.bundled import DATA
 from headwise.diagnosis.diagnose import diagnose
 from headwise.diagnosis.dormancy import activation_dormancy, weight_dormancy
 from headwise.diagnosis.mean_outputs import measure_means
-from headwise.diagnosis.values import Diagnosis
+from headwise.diagnosis.values import SICK, Diagnosis
 from headwise.errors import TextError
 from headwise.heads import Head, all_heads, select_heads
 from headwise.models.architectures import geometry_of
 from headwise.models.description import describe_model
+from headwise.models.model_info import ModelInfo
+from headwise.models.patch_info import PatchInfo
 from headwise.progress import Progress, silent
-from headwise.proof.ablation import Ablation, ablate_heads, ablation_json, first_order_importance
-from headwise.proof.evaluation import Evaluation
+from headwise.proof.ablation import Ablation, ablate_heads, first_order_importance
+from headwise.proof.evaluation import (
+    JOINT,
+    Evaluation,
+    EvaluationProvenance,
+    EvaluationSettings,
+    FirstOrder,
+    HeadCosts,
+    HeadRecovery,
+    MlpDormancy,
+    Recovery,
+)
 from headwise.proof.perplexity import TextLosses, text_losses
-from headwise.surgery.plan import plans_of
-from headwise.texts.batches import batches, encode_texts
+from headwise.surgery.plan import operated_heads
+from headwise.texts.batches import DEFAULT_MAX_LENGTH, batches, encode_texts
 from headwise.texts.text_sets import TextSet, read_texts
 
 _SMALL = 100  # heads; exact ablation of all of them is cheap up to here
@@ -48,11 +59,11 @@ def evaluate(
     text_sets: Sequence[TextSet],
     *,
     name: str | None = None,
-    patches: Sequence[Mapping[str, Any]] = (),
-    base: Mapping[str, Any] | None = None,
+    patches: Sequence[PatchInfo] = (),
+    base: ModelInfo | None = None,
     ablated: Sequence[Head] | None = None,
     joint: Mapping[str, Sequence[Head]] | None = None,
-    window: int = 512,
+    max_length: int = DEFAULT_MAX_LENGTH,
     max_texts: int = 64,
     batch_size: int = 4,
     seed: int = 0,
@@ -66,34 +77,33 @@ def evaluate(
     if not text_sets:
         raise TextError("no text to evaluate on", fix="pass --texts")
     judged = TextSet(text_sets[0].name, text_sets[0].texts[:max_texts])
-    encoded = encode_texts(tokenizer, judged.texts, max_length=window)
-    losses = _losses(model, tokenizer, text_sets, window, batch_size, progress)
-    settings = {"window": window, "max_texts": max_texts, "seed": seed}
+    encoded = encode_texts(tokenizer, judged.texts, max_length=max_length)
+    losses = _losses(model, tokenizer, text_sets, max_length, batch_size, progress)
     diagnosis = diagnose(
         model,
         tokenizer,
         judged,
         name=name,
-        max_length=window,
+        max_length=max_length,
         batch_size=batch_size,
         progress=progress,
     )
-    heads = _heads_body(model, encoded, ablated, joint or {}, batch_size, progress, seed)
+    heads = _head_costs(model, encoded, ablated, joint or {}, batch_size, progress, seed)
     return Evaluation(
-        {
-            "model": dict(base or describe_model(model, name)),
-            "patches": [dict(patch) for patch in patches],
-            "text_sets": {key: value.to_json(seed) for key, value in losses.items()},
-            "diagnosis": diagnosis.to_json(),
-            "heads": heads,
-            "recovery": _recovery(diagnosis, heads, patches),
-            "mlp_dormancy": {
-                "weights": weight_dormancy(model),
-                "activations": activation_dormancy(model, batches(encoded, batch_size)),
-                "note": "the weight rule cannot change when only attention is trained",
-            },
-            "provenance": {"versions": versions(), "settings": settings},
-        }
+        model=base or describe_model(model, name),
+        patches=tuple(patches),
+        text_sets={key: value.summary(seed) for key, value in losses.items()},
+        diagnosis=diagnosis,
+        heads=heads,
+        recovery=_recovery(diagnosis, heads, operated_heads(patches)),
+        mlp_dormancy=MlpDormancy(
+            weight_dormancy(model),
+            activation_dormancy(model, batches(encoded, batch_size)),
+            "the weight rule cannot change when only attention is trained",
+        ),
+        provenance=EvaluationProvenance(
+            versions(), EvaluationSettings(max_length, max_texts, seed)
+        ),
     )
 
 
@@ -101,14 +111,14 @@ def _losses(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     text_sets: Sequence[TextSet],
-    window: int,
+    max_length: int,
     batch_size: int,
     progress: Progress,
 ) -> dict[str, TextLosses]:
     """Losses of every set; a text that stands in several sets is scored once."""
     every = TextSet("all", tuple(dict.fromkeys(t for texts in text_sets for t in texts.texts)))
     found = text_losses(
-        model, tokenizer, every, window=window, batch_size=batch_size, progress=progress
+        model, tokenizer, every, max_length=max_length, batch_size=batch_size, progress=progress
     )
     place = {text: number for number, text in enumerate(every.texts)}
     rows = {texts.name: [place[text] for text in texts.texts] for texts in text_sets}
@@ -119,7 +129,7 @@ def _losses(
 
 
 def chosen_heads(
-    model: PreTrainedModel, selection: str | None, patches: Sequence[Mapping[str, Any]]
+    model: PreTrainedModel, selection: str | None, patches: Sequence[PatchInfo]
 ) -> tuple[list[Head], dict[str, list[Head]]]:
     """Heads to ablate one by one, and sets to ablate together.
 
@@ -137,12 +147,7 @@ def chosen_heads(
     return (every if len(every) <= _SMALL else operated), joint
 
 
-def operated_heads(patches: Sequence[Mapping[str, Any]]) -> list[Head]:
-    """The targets of all plans in a list of patch descriptions."""
-    return sorted({head for plan in plans_of(patches) for head in plan.target_heads})
-
-
-def _heads_body(
+def _head_costs(
     model: PreTrainedModel,
     encoded: list[list[int]],
     ablated: Sequence[Head] | None,
@@ -150,24 +155,23 @@ def _heads_body(
     batch_size: int,
     progress: Progress,
     seed: int,
-) -> dict[str, Any]:
-    """Single, joint and first-order ablation costs; mean loss in nats per token."""
+) -> HeadCosts:
+    """Single, joint and first-order ablation costs in nats per token."""
     geometry = geometry_of(model)
     every = all_heads(geometry.num_layers, geometry.num_heads)
     singles = list(every if ablated is None else ablated)
     named = {key: list(heads) for key, heads in joint.items() if heads}
     sets = [[head] for head in singles] + list(named.values())
-    labels = [str(head) for head in singles] + [f"joint:{key}" for key in named]
+    labels = [str(head) for head in singles] + [f"{JOINT}{key}" for key in named]
     means = measure_means(model, batches(encoded, batch_size))
-    body: dict[str, Any] = {"documents": len(encoded)}
-    for replacement in ("zero", "mean"):
-        found = ablate_heads(
-            model, encoded, sets, replacement=replacement, means=means, progress=progress
-        )
-        body[f"ablation_{replacement}"] = ablation_json(found, labels, seed)
-        if replacement == "zero":
-            body["first_order"] = _first_order(model, encoded, found, singles, batch_size)
-    return body
+    zero = ablate_heads(model, encoded, sets, means=means, progress=progress)
+    mean = ablate_heads(model, encoded, sets, replacement="mean", means=means, progress=progress)
+    return HeadCosts(
+        len(encoded),
+        zero.costs(labels, seed),
+        mean.costs(labels, seed),
+        _first_order(model, encoded, zero, singles, batch_size),
+    )
 
 
 def _first_order(
@@ -176,45 +180,37 @@ def _first_order(
     exact: Ablation,
     singles: Sequence[Head],
     batch_size: int,
-) -> dict[str, Any]:
-    """The one-backward estimate of all heads, and how well it agrees with the exact costs."""
+) -> FirstOrder:
     estimate = first_order_importance(model, encoded, batch_size=batch_size)
-    body: dict[str, Any] = {"map": estimate.tolist(), "spearman_with_exact": None}
-    if len(singles) >= 3:
-        from scipy.stats import spearmanr
+    costs = exact.deltas[: len(singles)].sum(1) / exact.tokens.sum()
+    guesses = np.array([estimate[head.layer, head.index] for head in singles])
+    if len(singles) < 3 or costs.std() == 0 or guesses.std() == 0:
+        return FirstOrder(estimate, None)
+    from scipy.stats import spearmanr
 
-        costs = exact.deltas[: len(singles)].sum(1) / exact.tokens.sum()
-        guesses = np.array([estimate[head.layer, head.index] for head in singles])
-        if costs.std() > 0 and guesses.std() > 0:
-            body["spearman_with_exact"] = float(spearmanr(costs, guesses).statistic)
-    return body
+    return FirstOrder(estimate, float(spearmanr(costs, guesses).statistic))
 
 
-def _recovery(
-    diagnosis: Diagnosis, heads: Mapping[str, Any], patches: Sequence[Mapping[str, Any]]
-) -> dict[str, Any] | None:
+def _recovery(diagnosis: Diagnosis, costs: HeadCosts, targets: list[Head]) -> Recovery | None:
     """Functional recovery of the operated heads: not sick, and its zero ablation costs > 0."""
-    targets = operated_heads(patches)
     if not targets:
         return None
-    rows = {}
-    for head in targets:
-        label = diagnosis.classes[head.layer][head.index]
-        cost = heads["ablation_zero"].get(str(head))
-        judged = cost is not None and heads["documents"] > 1  # one document has no interval
-        useful = bool(cost["low"] > 0) if judged else None
-        rows[str(head)] = {
-            "class": label,
-            "sick": label in ("dead", "sink"),
-            "useful": useful,
-            "functional": bool(useful) and label not in ("dead", "sink"),
-        }
-    return {
-        "heads": rows,
-        "operated": len(rows),
-        "not_sick": sum(not row["sick"] for row in rows.values()),
-        "judged": sum(row["useful"] is not None for row in rows.values()),
-        "functional": sum(row["functional"] for row in rows.values()),
-        "exceptions": [name for name, row in rows.items() if not row["functional"]],
-        "rule": "not sick, and zero ablation raises held-out loss with 95% confidence",
-    }
+    rows = {str(head): _head_recovery(diagnosis, costs, head) for head in targets}
+    return Recovery(
+        heads=rows,
+        operated=len(rows),
+        not_sick=sum(not row.sick for row in rows.values()),
+        judged=sum(row.useful is not None for row in rows.values()),
+        functional=sum(row.functional for row in rows.values()),
+        exceptions=tuple(name for name, row in rows.items() if not row.functional),
+        rule="not sick, and zero ablation raises held-out loss with 95% confidence",
+    )
+
+
+def _head_recovery(diagnosis: Diagnosis, costs: HeadCosts, head: Head) -> HeadRecovery:
+    label = diagnosis.class_of(head)
+    cost = costs.ablation_zero.get(str(head))
+    # one document has no interval
+    useful = cost.low > 0 if cost is not None and costs.documents > 1 else None
+    sick = label in SICK
+    return HeadRecovery(label, sick, useful, bool(useful) and not sick)

@@ -1,32 +1,168 @@
-"""An evaluation as a value: losses by document, and what every head is worth."""
+"""An evaluation as a value: losses by document, and what every head is worth. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
 
 from headwise.artefacts import load_artefact, save_artefact
-from headwise.diagnosis.values import Diagnosis
+from headwise.diagnosis.values import Diagnosis, Dormancy, HeadClass
+from headwise.frames import frame
+from headwise.intervals import Interval
+from headwise.models.model_info import ModelInfo
+from headwise.models.patch_info import PatchInfo
+from headwise.provenance import TextInfo
+from headwise.values import OMITTED, Empty, Finite, HeadArray, from_plain, plain_fields
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+JOINT = "joint:"  # the prefix of a set of heads that was silenced together
+
+
+@dataclass(frozen=True)
+class DocumentLosses:
+    """The losses of one text set: mean, perplexity, and every document's sum for pairing."""
+
+    texts: TextInfo
+    loss: Interval
+    perplexity: Interval
+    predicted_tokens: int
+    documents: int
+    document_loss_sums: tuple[Finite, ...] = field(repr=False)
+    document_tokens: tuple[int, ...] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if not len(self.document_loss_sums) == len(self.document_tokens) == self.documents:
+            raise ValueError("document_loss_sums and document_tokens must have one entry each")
+
+
+@dataclass(frozen=True)
+class HeadCost:
+    """Rise of the mean loss (nats per token) without some heads, with its 95% interval."""
+
+    value: Finite
+    low: Finite
+    high: Finite
+    heads: tuple[str, ...]
+
+    @property
+    def interval(self) -> Interval:
+        """The cost without the names."""
+        return Interval(self.value, self.low, self.high)
+
+
+@dataclass(frozen=True)
+class FirstOrder:
+    """The one-backward estimate of all heads, and how well it agrees with the exact costs."""
+
+    map: HeadArray = field(repr=False)
+    spearman_with_exact: float | None
+
+
+@dataclass(frozen=True)
+class HeadCosts:
+    """Ablation costs by head name; sets that were silenced together are `joint:NAME`."""
+
+    documents: int
+    ablation_zero: Mapping[str, HeadCost] = field(repr=False)
+    ablation_mean: Mapping[str, HeadCost] = field(repr=False)
+    first_order: FirstOrder | None = field(default=None, repr=False, metadata=OMITTED)
+
+
+@dataclass(frozen=True)
+class HeadRecovery:
+    """One operated head: its class now, and whether losing it costs loss (None: not judged)."""
+
+    class_: Annotated[HeadClass, Field(alias="class")]
+    sick: bool
+    useful: bool | None
+    functional: bool
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """How many operated heads work again, head by head."""
+
+    heads: Mapping[str, HeadRecovery] = field(repr=False)
+    operated: int
+    not_sick: int
+    judged: int
+    functional: int
+    exceptions: tuple[str, ...]
+    rule: str
+
+
+@dataclass(frozen=True)
+class MlpDormancy:
+    """Dormant neurons by weights, which attention training cannot change, and by activations."""
+
+    weights: Dormancy
+    activations: Dormancy
+    note: str
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    """What decides the numbers besides the model, the patches and the texts."""
+
+    max_length: int
+    max_texts: int
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class EvaluationProvenance:
+    """Versions and settings."""
+
+    versions: Mapping[str, str]
+    settings: EvaluationSettings | None = field(default=None, metadata=OMITTED)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The body of `evaluation.json`, by name."""
+    """One condition of a model: its losses, its heads and what they are worth."""
 
-    body: Mapping[str, Any] = field(repr=False)
+    model: ModelInfo  # the base, before patches
+    patches: tuple[PatchInfo, ...]
+    text_sets: Mapping[str, DocumentLosses]
+    diagnosis: Diagnosis = field(repr=False)
+    heads: HeadCosts = field(repr=False)
+    recovery: Recovery | None
+    mlp_dormancy: Annotated[MlpDormancy | None, Empty] = field(repr=False)
+    provenance: EvaluationProvenance = field(repr=False)
+    tasks: Mapping[str, Mapping[str, float]] | None = field(default=None, metadata=OMITTED)
+
+    def to_json(self) -> dict[str, Any]:
+        """The body of `evaluation.json`."""
+        return plain_fields(self)
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per ablated head or set: its cost with zeros and with means (needs pandas)."""
+        costs = self.heads
+        return frame(
+            [
+                {
+                    "head": name,
+                    **{f"zero_{k}": getattr(cost, k) for k in ("value", "low", "high")},
+                    **{
+                        f"mean_{k}": getattr(costs.ablation_mean[name], k)
+                        for k in ("value", "low", "high")
+                    },
+                }
+                for name, cost in costs.ablation_zero.items()
+            ]
+        )
 
     def save(self, path: Path) -> Path:
         """Write `evaluation.json`."""
-        return save_artefact(path, "evaluation", dict(self.body))
+        return save_artefact(path, "evaluation", self.to_json())
 
     @staticmethod
     def load(path: Path) -> Evaluation:
         """Read `evaluation.json`."""
-        return Evaluation(load_artefact(path, "evaluation"))
-
-    @property
-    def diagnosis(self) -> Diagnosis:
-        """The heads as they were measured in this condition."""
-        return Diagnosis.from_json(self.body["diagnosis"])
+        return from_plain(Evaluation, load_artefact(path, "evaluation"), path)

@@ -1,14 +1,13 @@
 """Perplexity on named text sets: predicted tokens counted, batched, with intervals.
 
-A text longer than the window is scored with a stride: every token is predicted once, with at least
-`window - stride` tokens of context where the text has them.
+A text longer than `max_length` is scored with a stride: every token is predicted once, with at
+least `max_length - stride` tokens of context where the text has them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +19,8 @@ from headwise.forward.tap import tapped
 from headwise.intervals import Interval, mean_interval
 from headwise.models.architectures import device_of
 from headwise.progress import Progress, silent, track
-from headwise.texts.batches import batches, encode_texts
+from headwise.proof.evaluation import DocumentLosses
+from headwise.texts.batches import DEFAULT_MAX_LENGTH, batches, encode_texts
 from headwise.texts.text_sets import TextSet
 
 
@@ -36,18 +36,18 @@ class TextLosses:
         """Mean loss in nats per predicted token."""
         return mean_interval(self.sums, self.tokens, seed=seed)
 
-    def to_json(self, seed: int = 0) -> dict[str, Any]:
+    def summary(self, seed: int = 0) -> DocumentLosses:
         """The entry of a text set in `evaluation.json`."""
         loss = self.loss(seed)
-        return {
-            "texts": self.texts.describe(),
-            "loss": loss.to_json(),
-            "perplexity": loss.exp().to_json(),
-            "predicted_tokens": int(self.tokens.sum()),
-            "documents": len(self.sums),
-            "document_loss_sums": self.sums.tolist(),
-            "document_tokens": self.tokens.tolist(),
-        }
+        return DocumentLosses(
+            texts=self.texts.describe(),
+            loss=loss,
+            perplexity=loss.exp(),
+            predicted_tokens=int(self.tokens.sum()),
+            documents=len(self.sums),
+            document_loss_sums=tuple(self.sums.tolist()),
+            document_tokens=tuple(self.tokens.tolist()),
+        )
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,13 @@ class Windows:
     ignored: list[int]
 
 
-def make_windows(encoded: Sequence[Sequence[int]], window: int, stride: int) -> Windows:
+def make_windows(encoded: Sequence[Sequence[int]], size: int, stride: int) -> Windows:
     """Cut documents so that each token is predicted exactly once."""
     pieces, document, ignored = [], [], []
     for number, ids in enumerate(encoded):
         start, scored = 0, 1  # targets below `scored` are done; token 0 is never predicted
         while scored < len(ids):
-            stop = min(start + window, len(ids))
+            stop = min(start + size, len(ids))
             pieces.append(list(ids[start:stop]))
             document.append(number)
             ignored.append(scored - start - 1)
@@ -78,7 +78,7 @@ def text_losses(
     tokenizer: PreTrainedTokenizerBase,
     texts: TextSet,
     *,
-    window: int = 512,
+    max_length: int = DEFAULT_MAX_LENGTH,
     stride: int | None = None,
     batch_size: int = 4,
     bos: bool = False,
@@ -86,7 +86,7 @@ def text_losses(
 ) -> TextLosses:
     """Losses of every document of a text set, whole documents, whatever their length."""
     encoded = encode_texts(tokenizer, texts.texts, max_length=None, bos=bos)
-    windows = make_windows(encoded, window, stride or max(1, window // 2))
+    windows = make_windows(encoded, max_length, stride or max(1, max_length // 2))
     sums = np.zeros(len(encoded))
     tokens = np.zeros(len(encoded), dtype=np.int64)
     device = device_of(model)

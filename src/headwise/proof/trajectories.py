@@ -2,23 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float
 
 from headwise.heads import heads_where
+from headwise.proof.zones import Map, Mask, Zones
 from headwise.surgery.run_state import read_maps
+from headwise.values import Finite
 
 TREND = 0.02  # the paper's rule for a column
 
 
-Map = Float[np.ndarray, "layer head"]
+@dataclass(frozen=True)
+class ColumnTrend:
+    """Mean |change| of the watched heads of one index over checkpoints."""
+
+    heads: int
+    steps: tuple[int, ...]
+    mean_abs_delta: tuple[Finite, ...]
+    trend: str
 
 
-Mask = Bool[np.ndarray, "layer head"]
+@dataclass(frozen=True)
+class PhaseMeans:
+    """Mean |change| of the heads that can move, at one step."""
+
+    step: int
+    outside: float | None
+    watched: float | None
+
+
+@dataclass(frozen=True)
+class PhaseChange:
+    """Late minus early."""
+
+    outside: float | None
+    watched: float | None
+
+
+@dataclass(frozen=True)
+class TwoPhenomena:
+    """Early redistribution outside against later drift of watched heads, at matched steps."""
+
+    early: PhaseMeans
+    late: PhaseMeans
+    late_minus_early: PhaseChange
 
 
 def run_maps(run: Path, first: Path | None = None) -> list[tuple[int, Map]]:
@@ -39,18 +70,15 @@ def step_deltas(maps: Sequence[tuple[int, Map]], stock: Map) -> list[tuple[int, 
     return [(step, mass - start) for step, mass in maps if step >= 0]
 
 
-def column_trends(deltas: Sequence[tuple[int, Map]], watched: Mask) -> dict[str, Any]:
+def column_trends(deltas: Sequence[tuple[int, Map]], watched: Mask) -> dict[str, ColumnTrend]:
     """Mean |delta| of the watched heads of each index over checkpoints, and the paper's rule."""
     columns = {}
     for index in np.flatnonzero(watched.any(0)):
         rows = watched[:, index]
         means = [float(np.abs(delta[rows, index]).mean()) for _, delta in deltas]
-        columns[f"H{int(index)}"] = {
-            "heads": int(rows.sum()),
-            "steps": [int(step) for step, _ in deltas],
-            "mean_abs_delta": means,
-            "trend": trend(means),
-        }
+        columns[f"H{int(index)}"] = ColumnTrend(
+            int(rows.sum()), tuple(int(step) for step, _ in deltas), tuple(means), trend(means)
+        )
     return columns
 
 
@@ -91,22 +119,22 @@ def trajectory_shape(values: Sequence[float]) -> str:
     return "oscillating" if changes >= 2 else "mixed"
 
 
-def two_phenomena(
-    deltas: Sequence[tuple[int, Map]], zones: Mapping[str, Mask]
-) -> dict[str, Any] | None:
-    """Early redistribution outside against later drift of watched heads, at matched steps."""
+def two_phenomena(deltas: Sequence[tuple[int, Map]], zones: Zones) -> TwoPhenomena | None:
+    """The means at a fifth of the checkpoints and at the last one; None of fewer than two."""
     if len(deltas) < 2:
         return None
-    picked = {"early": deltas[len(deltas) // 5], "late": deltas[-1]}
-    rows: dict[str, Any] = {name: {"step": int(step)} for name, (step, _) in picked.items()}
-    rows["late_minus_early"] = {}
-    for zone in ("outside", "watched"):
-        mask = zones[zone] & zones["movable"]
-        means = [_zone_mean(delta, mask) for _, delta in picked.values()]
-        rows["early"][zone], rows["late"][zone] = means
-        rows["late_minus_early"][zone] = None if None in means else means[1] - means[0]  # type: ignore[operator]
-    return rows
+    early, late = (_phase(step, d, zones) for step, d in (deltas[len(deltas) // 5], deltas[-1]))
+    change = PhaseChange(
+        _difference(late.outside, early.outside), _difference(late.watched, early.watched)
+    )
+    return TwoPhenomena(early, late, change)
 
 
-def _zone_mean(delta: Map, mask: Mask) -> float | None:
-    return float(np.abs(delta[mask]).mean()) if mask.any() else None
+def _phase(step: int, delta: Map, zones: Zones) -> PhaseMeans:
+    masks = [mask & zones.movable for mask in (zones.outside, zones.watched)]
+    outside, watched = (float(np.abs(delta[m]).mean()) if m.any() else None for m in masks)
+    return PhaseMeans(int(step), outside, watched)
+
+
+def _difference(late: float | None, early: float | None) -> float | None:
+    return None if late is None or early is None else late - early

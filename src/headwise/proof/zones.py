@@ -4,91 +4,152 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
+from jaxtyping import Bool, Float
 
-from headwise.diagnosis.values import Diagnosis
+from headwise.diagnosis.values import Diagnosis, HeadClass
 from headwise.heads import Head, heads_where
-from headwise.proof.trajectories import (
-    Map,
-    Mask,
-)
 from headwise.surgery.plan import SurgeryPlan
+from headwise.values import Finite
 
 DRIFT = 0.05
+Map = Float[np.ndarray, "layer head"]
+Mask = Bool[np.ndarray, "layer head"]
 
 
-def zone_masks(
-    diagnosis: Diagnosis, plan: SurgeryPlan | None, *, whole_layers: bool = False
-) -> dict[str, Mask]:
-    """operated, watched (in the band, frozen), outside, and which heads could move at all."""
-    shape = diagnosis.sick.shape
-    masks = {name: np.zeros(shape, dtype=bool) for name in ("operated", "watched")}
-    heads = {} if plan is None else {"operated": plan.target_heads, "watched": plan.watched_heads}
-    for name, chosen in heads.items():
-        for head in chosen:
-            masks[name][head.layer, head.index] = True
+@dataclass(frozen=True)
+class Zones:
+    """Which heads were operated on, watched (in the band, frozen) or outside, and can move."""
+
+    operated: Mask = field(repr=False)
+    watched: Mask = field(repr=False)
+    outside: Mask = field(repr=False)
+    movable: Mask = field(repr=False)
+
+    def named(self) -> dict[str, Mask]:
+        """The three zones that share out the heads."""
+        return {"operated": self.operated, "watched": self.watched, "outside": self.outside}
+
+
+def zones_of(
+    shape: tuple[int, int], plan: SurgeryPlan | None, *, whole_layers: bool = False
+) -> Zones:
+    """The zones of a plan; `whole_layers`: the patch changes whole projections (lora)."""
+    operated = head_mask([] if plan is None else plan.target_heads, shape)
+    watched = head_mask([] if plan is None else plan.watched_heads, shape) & ~operated
     movable = np.ones(shape, dtype=bool)
-    if plan is not None:
-        lowest = min(head.layer for head in plan.target_heads)
+    if operated.any():
+        lowest = int(np.flatnonzero(operated.any(1))[0])
         movable[:lowest] = False
-        movable[lowest] = masks["operated"][lowest] | whole_layers
-    outside = ~(masks["operated"] | masks["watched"])
-    return {**masks, "outside": outside, "movable": movable}
+        movable[lowest] = operated[lowest] | whole_layers
+    return Zones(operated, watched, ~(operated | watched), movable)
 
 
-def transitions(before: Diagnosis, after: Diagnosis, operated: Mask) -> dict[str, Any]:
+def head_mask(heads: list[Head], shape: tuple[int, int]) -> Mask:
+    """True at the given heads."""
+    mask = np.zeros(shape, dtype=bool)
+    for head in heads:
+        mask[head.layer, head.index] = True
+    return mask
+
+
+@dataclass(frozen=True)
+class Transition:
+    """How many heads went from one class to another."""
+
+    before: HeadClass
+    after: HeadClass
+    heads: int
+
+
+@dataclass(frozen=True)
+class Transitions:
     """Class changes: the table, and the heads that fell ill or healed without treatment."""
-    pairs = [
+
+    table: tuple[Transition, ...]
+    counts_before: Mapping[str, int]
+    counts_after: Mapping[str, int]
+    iatrogenic: tuple[str, ...]
+    iatrogenic_untreated: tuple[str, ...]
+    self_healed: tuple[str, ...]
+    treated_no_longer_sick: tuple[str, ...]
+    still_sick: tuple[str, ...]
+    sick_untreated_after: tuple[str, ...]
+
+
+def transitions(before: Diagnosis, after: Diagnosis, operated: Mask) -> Transitions:
+    """Class changes between two diagnoses of one model."""
+    pairs = Counter(
         (x, y)
         for a, b in zip(before.classes, after.classes, strict=True)
         for x, y in zip(a, b, strict=True)
-    ]
-    table = Counter(pairs)
-    was, now = before.sick, after.sick
-    return {
-        "table": [{"before": x, "after": y, "heads": n} for (x, y), n in sorted(table.items())],
-        "counts_before": before.counts,
-        "counts_after": after.counts,
-        "iatrogenic": head_names(~was & now),
-        "iatrogenic_untreated": head_names(~was & now & ~operated),
-        "self_healed": head_names(was & ~now & ~operated),
-        "treated_no_longer_sick": head_names(was & ~now & operated),
-        "still_sick": head_names(was & now),
-        "sick_untreated_after": head_names(now & ~operated),
-    }
-
-
-def head_names(mask: Mask) -> list[str]:
-    """The names of the heads in a mask, in order."""
-    return [str(head) for head in heads_where(mask)]
-
-
-def drift_by_zone(delta: Map, zones: Mapping[str, Mask]) -> dict[str, Any]:
-    """For each zone: heads with |delta| > 0.05, mean and worst, with the movable heads apart."""
-    return {
-        "threshold": DRIFT,
-        **{
-            name: _drift(delta, zones[name], zones["movable"])
-            for name in ("operated", "watched", "outside")
-        },
-    }
-
-
-def _drift(delta: Map, zone: Mask, movable: Mask) -> dict[str, Any]:
-    size = np.abs(delta)
-    both = zone & movable
-    worst = Head(
-        *(int(i) for i in np.unravel_index(np.argmax(np.where(zone, size, -1)), size.shape))
     )
-    return {
-        "heads": int(zone.sum()),
-        "movable": int(both.sum()),
-        "drifting": int((size[zone] > DRIFT).sum()),
-        "mean_abs_delta": float(size[zone].mean()) if zone.any() else None,
-        "mean_abs_delta_movable": float(size[both].mean()) if both.any() else None,
-        "worst": {"head": str(worst), "delta": float(delta[worst.layer, worst.index])}
-        if zone.any()
-        else None,
-    }
+    was, now = before.sick, after.sick
+    return Transitions(
+        table=tuple(Transition(x, y, n) for (x, y), n in sorted(pairs.items())),
+        counts_before=before.counts,
+        counts_after=after.counts,
+        iatrogenic=head_names(~was & now),
+        iatrogenic_untreated=head_names(~was & now & ~operated),
+        self_healed=head_names(was & ~now & ~operated),
+        treated_no_longer_sick=head_names(was & ~now & operated),
+        still_sick=head_names(was & now),
+        sick_untreated_after=head_names(now & ~operated),
+    )
+
+
+def head_names(mask: Mask) -> tuple[str, ...]:
+    """The names of the heads in a mask, in order."""
+    return tuple(str(head) for head in heads_where(mask))
+
+
+@dataclass(frozen=True)
+class WorstHead:
+    """The head that changed most."""
+
+    head: str
+    delta: Finite
+
+
+@dataclass(frozen=True)
+class ZoneDrift:
+    """Change of first-token mass in one zone; means and worst are None of no head."""
+
+    heads: int
+    movable: int
+    drifting: int
+    mean_abs_delta: float | None
+    mean_abs_delta_movable: float | None
+    worst: WorstHead | None
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Drift of the three zones, with the heads that can move counted apart."""
+
+    threshold: float
+    operated: ZoneDrift
+    watched: ZoneDrift
+    outside: ZoneDrift
+
+
+def drift_by_zone(delta: Map, zones: Zones) -> Drift:
+    """For each zone: heads with |delta| > 0.05, mean and worst, with the movable heads apart."""
+    found = {name: _drift(delta, mask, zones.movable) for name, mask in zones.named().items()}
+    return Drift(DRIFT, **found)
+
+
+def _drift(delta: Map, zone: Mask, movable: Mask) -> ZoneDrift:
+    size, both = np.abs(delta), zone & movable
+    layer, index = np.unravel_index(int(np.argmax(np.where(zone, size, -1))), size.shape)
+    worst = WorstHead(str(Head(int(layer), int(index))), float(delta[layer, index]))
+    return ZoneDrift(
+        heads=int(zone.sum()),
+        movable=int(both.sum()),
+        drifting=int((size[zone] > DRIFT).sum()),
+        mean_abs_delta=float(size[zone].mean()) if zone.any() else None,
+        mean_abs_delta_movable=float(size[both].mean()) if both.any() else None,
+        worst=worst if zone.any() else None,
+    )

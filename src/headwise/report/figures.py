@@ -83,9 +83,9 @@ def trajectories(source: Source | None) -> Figure | None:
         return None
     figure, grid = panels(len(runs), 3.4, 2.7, columns=3)
     for axes, run in zip(grid, runs, strict=True):
-        operated = run.zone("operated")
-        if operated is None or not operated.any():
+        if run.zones is None or not run.zones.operated.any():
             continue
+        operated = run.zones.operated
         steps = [step for step, _ in run.steps]
         paths = np.array([mass[operated] for _, mass in run.steps])  # (step, head)
         axes.plot(steps, paths, color=BLUE, alpha=0.25, lw=0.7)
@@ -114,7 +114,7 @@ def cascade_counts(source: Source | None) -> Figure | None:
 def plasticity_maps(source: Source | None) -> Figure | None:
     """Attention plasticity of every head, where it was measured."""
     conditions = [] if source is None else source.conditions
-    shown = [(c.label, c.plasticity["maps"]["plasticity"]) for c in conditions if c.plasticity]
+    shown = [(c.label, c.plasticity.maps.plasticity) for c in conditions if c.plasticity]
     if not shown:
         return None
     figure, grid = panels(len(shown), 4.4, 3.6)

@@ -8,28 +8,142 @@ from __future__ import annotations
 
 import base64
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from headwise.bundled import DATA
+from headwise.intervals import Interval
+from headwise.models.model_info import ModelInfo
+from headwise.proof.completed_texts import Completions
+from headwise.provenance import Provenance
 from headwise.report.paper.losses import against_stock
 from headwise.report.payload import as_script, page_payload
 from headwise.report.source import Source
-from headwise.report.tables import Cell, Column, Estimate, Table, make_table
+from headwise.report.tables import Column, Entry, Table, make_table
 from headwise.report.verdict import Verdict, main_run, recovered
+from headwise.values import to_plain
 
 ASSETS = DATA / "report"
 
 
+@dataclass(frozen=True)
+class Fact:
+    """A name and a value of the page's head or foot; a card has a note besides."""
+
+    name: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class ForestRow:
+    """One arm's change of loss, its places in percent of the axis."""
+
+    name: str
+    main: bool
+    tone: str
+    value: float
+    low: float
+    width: float
+    text: str
+    extra: str
+
+
+@dataclass(frozen=True)
+class Forest:
+    """All arms on one axis."""
+
+    rows: tuple[ForestRow, ...]
+    zero: float
+
+
+@dataclass(frozen=True)
+class SheetEntry:
+    """One place of a table as the page prints it."""
+
+    text: str
+    interval: str
+    sort: str | None
+    numeric: bool
+
+
+@dataclass(frozen=True)
+class SheetRow:
+    """One row; printed rows of the paper are marked."""
+
+    paper: bool
+    cells: tuple[SheetEntry, ...]
+
+
+@dataclass(frozen=True)
+class SheetColumn:
+    """A heading."""
+
+    name: str
+    numeric: bool
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A table as the template wants it."""
+
+    key: str
+    number: int
+    title: str
+    notes: tuple[str, ...]
+    missing: str
+    columns: tuple[SheetColumn, ...]
+    rows: tuple[SheetRow, ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one condition made of a prompt."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class AskedPrompt:
+    """One prompt with its answers."""
+
+    text: str
+    category: str
+    answers: tuple[Answer, ...]
+
+
+@dataclass(frozen=True)
+class CompletionSection:
+    """The completions of the page."""
+
+    prompts: tuple[AskedPrompt, ...]
+    summary: Sheet
+    table: Table
+    temperature: float
+    top_p: float
+
+
+@dataclass(frozen=True)
+class Plate:
+    """One figure: the PNG inlined, with its size so that the page does not jump."""
+
+    key: str
+    name: str
+    title: str
+    notes: tuple[str, ...] = ()
+    missing: str = ""
+    image: str = field(default="", repr=False)
+    width: int = 0
+    height: int = 0
+
+
 def render_page(
-    source: Source,
-    verdict: Verdict,
-    tables: Sequence[Table],
-    figures: Sequence[Mapping[str, Any]],
+    source: Source, verdict: Verdict, tables: Sequence[Table], figures: Sequence[Plate]
 ) -> str:
     """The whole page as text."""
     environment = Environment(
@@ -39,8 +153,8 @@ def render_page(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    completions = _completions(source)
-    carried = list(tables) + ([completions["table"]] if completions else [])
+    completions = None if source.completions is None else _section(source, source.completions)
+    carried = list(tables) + ([completions.table] if completions else [])
     payload = page_payload(source, carried)
     return environment.get_template("template.html.j2").render(
         page={
@@ -69,43 +183,32 @@ def _asset(name: str) -> Markup:
     return Markup((ASSETS / name).read_text(encoding="utf-8"))
 
 
-def _cards(source: Source) -> list[dict[str, str]]:
+def _cards(source: Source) -> list[Fact]:
     """The few numbers one remembers."""
     cards = []
     stock, main = source.stock, main_run(source)
     if stock is not None and stock.diagnosis is not None:
-        counts = stock.diagnosis["counts"]
-        value = f"{counts['sick']} of {counts['total']}"
+        counts = stock.diagnosis.counts
         note = f"{counts['dead']} dead, {counts['sink']} sinks"
-        cards.append({"name": "sick heads in stock", "value": value, "note": note})
+        cards.append(Fact("sick heads in stock", f"{counts['sick']} of {counts['total']}", note))
     if main is None:
         return cards
     if main.diagnosis is not None:
-        counts = main.diagnosis["counts"]
-        cards.append(
-            {
-                "name": f"sick after {main.arm}",
-                "value": f"{counts['sick']} of {counts['total']}",
-                "note": "by first-token mass alone",
-            }
-        )
+        counts = main.diagnosis.counts
+        told = f"{counts['sick']} of {counts['total']}"
+        cards.append(Fact(f"sick after {main.arm}", told, "by first-token mass alone"))
     found = recovered(source, main.arm)
     if found:
         note = "not sick, and ablating them costs loss"
-        cards.append({"name": "functionally recovered", "value": str(found), "note": note})
+        cards.append(Fact("functionally recovered", str(found), note))
     change = against_stock(source, main.arm)
     if change is not None:
-        cards.append(
-            {
-                "name": "held-out loss",
-                "value": f"{change.value:+.4f}",
-                "note": f"{change.low:+.4f} to {change.high:+.4f} nats a token",
-            }
-        )
+        note = f"{change.low:+.4f} to {change.high:+.4f} nats per token"
+        cards.append(Fact("held-out loss", f"{change.value:+.4f}", note))
     return cards
 
 
-def _forest(source: Source) -> dict[str, Any] | None:
+def _forest(source: Source) -> Forest | None:
     """Positions in percent of every arm's change of loss with its interval."""
     main = main_run(source)
     found = [(arm, change) for arm in source.arms() if (change := against_stock(source, arm))]
@@ -119,93 +222,70 @@ def _forest(source: Source) -> dict[str, Any] | None:
     def place(value: float) -> float:
         return round(100 * (value - low) / (high - low), 2)
 
-    rows = []
-    for arm, change in found:
-        tone = "good" if change.high < 0 else "bad" if change.low > 0 else "plain"
-        rows.append(
-            {
-                "name": arm,
-                "main": arm == main.arm,
-                "tone": tone,
-                "value": place(change.value),
-                "low": place(change.low),
-                "width": round(place(change.high) - place(change.low), 2),
-                "text": f"{change.value:+.4f} ({change.low:+.4f} to {change.high:+.4f})",
-                "extra": f"{count} heads functional" if (count := recovered(source, arm)) else "",
-            }
+    rows = tuple(
+        ForestRow(
+            arm,
+            arm == main.arm,
+            "good" if change.high < 0 else "bad" if change.low > 0 else "plain",
+            place(change.value),
+            place(change.low),
+            round(place(change.high) - place(change.low), 2),
+            f"{change.value:+.4f} ({change.low:+.4f} to {change.high:+.4f})",
+            f"{count} heads functional" if (count := recovered(source, arm)) else "",
         )
-    return {"rows": rows, "zero": place(0.0)}
+        for arm, change in found
+    )
+    return Forest(rows, place(0.0))
 
 
-def _sheet(table: Table) -> dict[str, Any]:
-    """A table as the template wants it."""
-    numeric = [table.numeric(i) for i in range(len(table.columns))]
-    pairs = list(zip(table.columns, numeric, strict=True))
-    return {
-        "key": table.key,
-        "number": table.number,
-        "title": table.title,
-        "notes": table.notes,
-        "missing": table.missing,
-        "columns": [{"name": column.name, "numeric": number} for column, number in pairs],
-        "rows": [
-            {
-                "paper": table.is_paper(row),
-                "cells": [_cell(c, cell, n) for (c, n), cell in zip(pairs, row, strict=True)],
-            }
-            for row in table.rows
-        ],
-    }
+def _sheet(table: Table) -> Sheet:
+    pairs = [(column, table.numeric(i)) for i, column in enumerate(table.columns)]
+    rows = tuple(
+        SheetRow(
+            table.is_paper(row),
+            tuple(_entry(c, entry, n) for (c, n), entry in zip(pairs, row, strict=True)),
+        )
+        for row in table.rows
+    )
+    columns = tuple(SheetColumn(column.name, number) for column, number in pairs)
+    return Sheet(table.key, table.number, table.title, table.notes, table.missing, columns, rows)
 
 
-def _cell(column: Column, cell: Cell, numeric: bool) -> dict[str, Any]:
+def _entry(column: Column, entry: Entry, numeric: bool) -> SheetEntry:
     interval, sort = "", None
-    if isinstance(cell, Estimate):
-        interval = f"({column.text(cell.low)} to {column.text(cell.high)})"
-        cell = cell.value
-    if isinstance(cell, (int, float)):
-        sort = repr(cell)
-    return {"text": column.text(cell), "interval": interval, "sort": sort, "numeric": numeric}
+    if isinstance(entry, Interval):
+        interval = f"({column.text(entry.low)} to {column.text(entry.high)})"
+        entry = entry.value
+    if isinstance(entry, (int, float)):
+        sort = repr(entry)
+    return SheetEntry(column.text(entry), interval, sort, numeric)
 
 
-def _completions(source: Source) -> dict[str, Any] | None:
-    body = source.completions
-    if body is None or not body["conditions"]:
+def _section(source: Source, found: Completions) -> CompletionSection | None:
+    if not found.conditions:
         return None
     order = ["stock", *source.arms()]
-    names = sorted(body["conditions"], key=lambda n: (order.index(n) if n in order else 99, n))
-    prompts = []
-    for place, row in enumerate(body["conditions"][names[0]]):
-        answers = [
-            {"name": name, "text": visible(body["conditions"][name][place]["completion"])}
-            for name in names
-        ]
-        category = row.get("category", "")
-        prompts.append({"text": visible(row["prompt"]), "category": category, "answers": answers})
-    table = _completion_table(body, names)
-    sampling = body.get("sampling", {})
-    return {
-        "prompts": prompts,
-        "summary": _sheet(table),
-        "table": table,
-        "temperature": sampling.get("temperature", "?"),
-        "top_p": sampling.get("top_p", "?"),
-    }
-
-
-def _completion_table(body: Mapping[str, Any], names: Sequence[str]) -> Table:
-    measures = (
-        "words",
-        "distinct_1",
-        "distinct_2",
-        "distinct_3",
-        "repetition",
-        "markup_share",
-        "language_drift",
+    names = sorted(found.conditions, key=lambda n: (order.index(n) if n in order else 99, n))
+    prompts = tuple(
+        AskedPrompt(
+            visible(row.prompt.text),
+            row.prompt.category,
+            tuple(Answer(n, visible(found.conditions[n][place].text)) for n in names),
+        )
+        for place, row in enumerate(found.conditions[names[0]])
     )
+    table = _completion_table(found, names)
+    sampling = found.sampling
+    return CompletionSection(prompts, _sheet(table), table, sampling.temperature, sampling.top_p)
+
+
+def _completion_table(found: Completions, names: Sequence[str]) -> Table:
+    summary = found.summary()
+    measures = list(summary[names[0]]["all"])
     columns = [Column("condition"), *(Column(name.replace("_", " "), ".3f") for name in measures)]
-    found = {name: body.get("summary", {}).get(name, {}).get("all") for name in names}
-    rows = [[name, *(entry[m] for m in measures)] for name, entry in found.items() if entry]
+    rows: list[list[Entry]] = [
+        [name, *(summary[name]["all"][m] for m in measures)] for name in names
+    ]
     return make_table(0, "completions", "Measures of the completions", columns, rows)
 
 
@@ -215,55 +295,51 @@ def visible(text: str) -> str:
     return text.translate({**shown, 0x7F: 0x2421})
 
 
-def _facts(source: Source) -> list[dict[str, str]]:
-    model = source.model
-    facts = {
-        "folder": source.folder.name,
-        "model": str(model["id"]),
-        "weights": f"{model['num_parameters']:,}" if model.get("num_parameters") else "",
-        "shape": f"{model.get('num_layers')} layers x {model.get('num_heads')} heads, "
-        f"{model.get('num_kv_heads')} key/value heads",
-        "positions": str(model.get("positions", "")),
-        "weight fingerprint": str(model.get("fingerprint", "")),
-    }
+def _facts(source: Source) -> list[Fact]:
+    facts = {"folder": source.folder.name, "model": source.model_id, **_model_facts(source.model)}
     for condition in source.conditions[:1]:
-        provenance = (condition.diagnosis or {}).get("provenance", {})
-        texts = provenance.get("texts", {})
-        facts["texts"] = f"{texts.get('name', '')}: {texts.get('count', '')} texts"
-        facts["text hash"] = str(texts.get("sha256", ""))
-        facts["settings"] = _pairs(provenance.get("settings", {}))
-        facts["versions"] = _pairs(provenance.get("versions", {}))
+        if condition.diagnosis is not None:
+            facts |= _measurement_facts(condition.diagnosis.provenance)
     main = main_run(source)
     if main is not None and main.run is not None:
-        facts["plan"] = f"{main.run['plan']['targets']} ({main.run['plan']['selection']})"
-        facts["recipe"] = _pairs(main.run["recipe"])
-    return [{"name": name, "value": value} for name, value in facts.items() if value]
+        facts["plan"] = f"{main.run.plan.targets} ({main.run.plan.selection})"
+        facts["recipe"] = _pairs(main.run.recipe)
+    return [Fact(name, value) for name, value in facts.items() if value]
 
 
-def _pairs(body: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in body.items())
-
-
-def figure_entry(
-    key: str, name: str, title: str, path: Path | None, *, notes: Sequence[str], missing: str
-) -> dict[str, Any]:
-    """One plate: the PNG inlined, with its size so that the page does not jump."""
-    entry: dict[str, Any] = {
-        "key": key,
-        "name": name,
-        "title": title,
-        "notes": notes,
-        "missing": missing,
-        "image": "",
-        "width": 0,
-        "height": 0,
+def _model_facts(model: ModelInfo | None) -> dict[str, str]:
+    if model is None:
+        return {}
+    return {
+        "weights": f"{model.num_parameters:,}" if model.num_parameters else "",
+        "shape": f"{model.num_layers} layers x {model.num_heads} heads, "
+        f"{model.num_kv_heads} key/value heads",
+        "positions": model.positions,
+        "weight fingerprint": model.fingerprint,
     }
-    if path is not None:
-        content = path.read_bytes()
-        width, height = struct.unpack(">II", content[16:24])  # the PNG header
-        entry |= {
-            "image": base64.b64encode(content).decode(),
-            "width": width // 2,
-            "height": height // 2,
-        }
-    return entry
+
+
+def _measurement_facts(found: Provenance) -> dict[str, str]:
+    texts = found.texts
+    return {
+        "texts": "" if texts is None else f"{texts.name}: {texts.count} texts",
+        "text hash": "" if texts is None else texts.sha256,
+        "settings": _pairs(found.settings),
+        "versions": _pairs(found.versions),
+    }
+
+
+def _pairs(value: object) -> str:
+    return "" if value is None else ", ".join(f"{k} {v}" for k, v in to_plain(value).items())
+
+
+def plate(
+    key: str, name: str, title: str, path: Path | None, *, notes: Sequence[str], missing: str
+) -> Plate:
+    """One figure of the page; without a file it is words."""
+    if path is None:
+        return Plate(key, name, title, tuple(notes), missing)
+    content = path.read_bytes()
+    width, height = struct.unpack(">II", content[16:24])  # the PNG header
+    image = base64.b64encode(content).decode()
+    return Plate(key, name, title, tuple(notes), missing, image, width // 2, height // 2)

@@ -8,131 +8,123 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from markupsafe import Markup
 
+from headwise.diagnosis.values import CLASSES, Diagnosis
+from headwise.proof.zones import Map
 from headwise.report.source import MASS, Condition, Source
 from headwise.report.tables import Table, to_csv
 from headwise.report.verdict import main_run
+from headwise.values import to_plain
 
 MAX_STEPS = 60
 
 
-CLASSES = ("healthy", "low_entropy", "sink", "dead")
+@dataclass(frozen=True)
+class ShownMeasure:
+    """One measure of the head grid: how it is named, coloured and printed."""
+
+    key: str
+    label: str
+    help: str
+    limits: tuple[float, float] | None = None
+    unit: str = ""
+    diverging: bool = False
+    digits: int = 3
 
 
-# key, label, unit, fixed limits, diverging, digits, help
-MEASURES: tuple[tuple[str, str, str, tuple[float, float] | None, bool, int, str], ...] = (
-    (
+MEASURES = (
+    ShownMeasure(
         MASS,
         "first-token mass",
-        "",
-        (0, 1),
-        False,
-        3,
         "Mean share of attention on the first token. Above 0.5 a head is sick, above 0.95 dead.",
+        (0, 1),
     ),
-    (
+    ShownMeasure(
         "change",
         "change from stock",
-        "",
-        (-0.5, 0.5),
-        True,
-        3,
         "Change of first-token mass from stock: blue fell, red rose.",
+        (-0.5, 0.5),
+        diverging=True,
     ),
-    (
+    ShownMeasure(
         "ablation",
         "ablation cost",
-        "nats",
-        None,
-        True,
-        4,
         "Rise of held-out loss when the head's output is set to zero; above zero it is of use.",
+        unit="nats",
+        diverging=True,
+        digits=4,
     ),
-    ("entropy", "entropy", "nats", None, False, 3, "Mean entropy of the attention."),
-    ("output_norm", "output norm", "", None, False, 3, "Mean norm of what the head adds."),
-    (
+    ShownMeasure("entropy", "entropy", "Mean entropy of the attention.", unit="nats"),
+    ShownMeasure("output_norm", "output norm", "Mean norm of what the head adds."),
+    ShownMeasure(
         "constant_share",
         "constant share",
-        "",
-        (0, 1),
-        False,
-        3,
         "Share of the head's output power that is the same for every token.",
-    ),
-    (
-        "plasticity",
-        "plasticity",
-        "",
         (0, 1),
-        False,
-        3,
-        "Attention plasticity: how far the ranking of keys depends on the query.",
     ),
-    (
+    ShownMeasure(
+        "plasticity",
+        "plasticity",
+        "Attention plasticity: how far the ranking of keys depends on the query.",
+        (0, 1),
+    ),
+    ShownMeasure(
         "normalized_entropy",
         "normalised entropy",
-        "",
-        (0, 1),
-        False,
-        3,
         "Entropy over its maximum at that position.",
+        (0, 1),
     ),
-    ("local_mass", "local mass", "", (0, 1), False, 3, "Attention on the last three tokens."),
-    (
+    ShownMeasure("local_mass", "local mass", "Attention on the last three tokens.", (0, 1)),
+    ShownMeasure(
         "value_norm_ratio",
         "value norm of token 0",
-        "",
-        None,
-        False,
-        3,
         "Norm of the first token's value over the others': sinks often make it small.",
     ),
 )
+Interval3 = list[float]  # value, low, high
 
 
 def page_payload(source: Source, tables: Sequence[Table]) -> dict[str, Any]:
     """All that the script needs, ready for JSON."""
-    shown = [c for c in source.conditions if c.diagnosis is not None]
-    conditions = [_condition(c) for c in shown]
-    first = None if not shown else shown[0].diagnosis
+    shown = [(c, c.diagnosis) for c in source.conditions if c.diagnosis is not None]
+    conditions = [_condition(condition, diagnosis) for condition, diagnosis in shown]
+    modes = [condition.mode for condition, _ in shown]
+    stock = modes.index("stock") if source.runs and "stock" in modes else -1
     keys = {key for c in conditions for key in c["maps"]}
-    stock = next((i for i, c in enumerate(shown) if c.mode == "stock" and source.runs), -1)
     keys |= {"change"} if stock >= 0 else set()
     keys |= {"ablation"} if any(c["ablation"] for c in conditions) else set()
     main = main_run(source)
+    names = [condition.key for condition, _ in shown]
+    layers, heads = shown[0][1].model.shape if shown else (0, 0)
     return {
         "tables": {table.key: to_csv(table) for table in tables},
-        "layers": 0 if first is None else len(first["classes"]),
-        "heads": 0 if first is None else len(first["classes"][0]),
-        "thresholds": {} if first is None else first["thresholds"],
-        "buckets": _buckets(shown),
+        "layers": layers,
+        "heads": heads,
+        "thresholds": to_plain(shown[0][1].thresholds) if shown else {},
+        "buckets": _buckets([diagnosis for _, diagnosis in shown]),
         "classes": CLASSES,
         "conditions": conditions,
-        "measures": [_measure(row) for row in MEASURES if row[0] in keys],
+        "measures": [to_plain(row) for row in MEASURES if row.key in keys],
         "stock": stock,
-        "open": next((i for i, c in enumerate(shown) if main and c.key == main.key), 0),
-        "start": _start(source, shown),
+        "open": names.index(main.key) if main is not None and main.key in names else 0,
+        "start": _start(source, shown[0][1]) if shown else [0, 0],
     }
 
 
-def _measure(row: tuple[Any, ...]) -> dict[str, Any]:
-    names = ("key", "label", "unit", "limits", "diverging", "digits", "help")
-    return dict(zip(names, row, strict=True))
-
-
-def _condition(condition: Condition) -> dict[str, Any]:
-    body = condition.diagnosis or {}
-    operated, watched = condition.zone("operated"), condition.zone("watched")
-    steps = _thinned(condition.steps)
-    named = {row[0] for row in MEASURES}
-    maps = {name: short(value) for name, value in body["maps"].items() if name in named}
+def _condition(condition: Condition, diagnosis: Diagnosis) -> dict[str, Any]:
+    zones, steps = condition.zones, _thinned(condition.steps)
+    assert zones is not None  # a diagnosis has a shape
+    named = {row.key for row in MEASURES}
+    maps = {name: short(value) for name, value in diagnosis.maps.items() if name in named}
     if condition.plasticity is not None:
-        maps["plasticity"] = short(condition.plasticity["maps"]["plasticity"])
+        maps["plasticity"] = short(condition.plasticity.maps.plasticity)
     arm = condition.arm if condition.number == 1 else f"{condition.arm}, pass {condition.number}"
+    profile, pooled = diagnosis.profile, diagnosis.pooled
     return {
         "key": condition.key,
         "label": condition.label,
@@ -140,19 +132,19 @@ def _condition(condition: Condition) -> dict[str, Any]:
         "seed": condition.seed,
         "mode": condition.mode,
         "maps": maps,
-        "classes": [[CLASSES.index(name) for name in row] for row in body["classes"]],
-        "profile": short(body["profile"][MASS]) if body.get("profile") else None,
-        "pooled": short(body["pooled"]["maps"], 3) if body.get("pooled") else None,
-        "ablation": _ablation(condition),
-        "operated": np.asarray(operated, dtype=int).tolist(),
-        "watched": np.asarray(watched, dtype=int).tolist(),
-        "before": None if condition.before is None else short(condition.before.tolist()),
+        "classes": [[CLASSES.index(name) for name in row] for row in diagnosis.classes],
+        "profile": None if profile is None else short(profile.first_token_mass),
+        "pooled": None if pooled is None else short(pooled.maps, 3),
+        "ablation": _ablation(condition, diagnosis),
+        "operated": zones.operated.astype(int).tolist(),
+        "watched": zones.watched.astype(int).tolist(),
+        "before": None if condition.before is None else short(condition.before),
         "steps": [step for step, _ in steps],
-        "stepMaps": [short(mass.tolist()) for _, mass in steps],
+        "stepMaps": [short(mass) for _, mass in steps],
     }
 
 
-def _thinned(steps: Sequence[tuple[int, Any]]) -> list[tuple[int, Any]]:
+def _thinned(steps: Sequence[tuple[int, Map]]) -> list[tuple[int, Map]]:
     """At most 60 checkpoints, evenly spread, first and last kept."""
     if len(steps) <= MAX_STEPS:
         return list(steps)
@@ -160,47 +152,48 @@ def _thinned(steps: Sequence[tuple[int, Any]]) -> list[tuple[int, Any]]:
     return [steps[int(place)] for place in places]
 
 
-def _ablation(condition: Condition) -> list[list[list[float] | None]] | None:
+def _ablation(condition: Condition, diagnosis: Diagnosis) -> list[list[Interval3 | None]] | None:
     """[layer][head] of [value, low, high]; None where the head was not ablated."""
-    if condition.evaluation is None or condition.diagnosis is None:
-        return None
+    layers, heads = diagnosis.model.shape
     rows = [
-        [condition.ablation(f"L{layer}H{head}") for head in range(len(row))]
-        for layer, row in enumerate(condition.diagnosis["classes"])
+        [condition.ablation(f"L{layer}H{head}") for head in range(heads)] for layer in range(layers)
     ]
-    if not any(cell for row in rows for cell in row):
+    if not any(cost for row in rows for cost in row):
         return None
-    keys = ("value", "low", "high")
     return [
-        [None if cell is None else [_cut(cell[k]) for k in keys] for cell in row] for row in rows
+        [
+            None if cost is None else [_cut(x) for x in (cost.value, cost.low, cost.high)]
+            for cost in row
+        ]
+        for row in rows
     ]
 
 
-def _buckets(shown: Sequence[Condition]) -> list[str]:
-    for condition in shown:
-        profile = (condition.diagnosis or {}).get("profile")
-        if profile:
-            pairs = zip(profile["bucket_start"], profile["bucket_stop"], strict=True)
+def _buckets(diagnoses: Sequence[Diagnosis]) -> list[str]:
+    for diagnosis in diagnoses:
+        profile = diagnosis.profile
+        if profile is not None:
+            pairs = zip(profile.bucket_start, profile.bucket_stop, strict=True)
             return [str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in pairs]
     return []
 
 
-def _start(source: Source, shown: Sequence[Condition]) -> list[int]:
+def _start(source: Source, first: Diagnosis) -> list[int]:
     """The head shown first: the sickest in stock that was operated on, or else the sickest."""
-    if not shown:
-        return [0, 0]
-    mass = shown[0].maps[MASS].copy()
+    mass = first.maps[MASS].copy()
     main = main_run(source)
-    operated = None if main is None else main.zone("operated")
-    if operated is not None and operated.any() and operated.shape == mass.shape:
-        mass[~operated] = -1
+    zones = None if main is None else main.zones
+    if zones is not None and zones.operated.any() and zones.operated.shape == mass.shape:
+        mass[~zones.operated] = -1
     layer, head = np.unravel_index(int(np.argmax(mass)), mass.shape)
     return [int(layer), int(head)]
 
 
 def short(value: Any, digits: int = 5) -> Any:
     """Nested lists with every number cut to a few significant digits."""
-    if isinstance(value, list):
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, (list, tuple)):
         return [short(item, digits) for item in value]
     return None if value is None else _cut(value, digits)
 

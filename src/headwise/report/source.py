@@ -1,38 +1,38 @@
 """What a report is made of: the artefacts of a study, a run or a bare diagnosis, read once.
 
-Everything is taken from the JSON files as they lie there; no model, no torch. A `Condition` is one
-state of the model (stock, or one pass of one arm with one seed); a `Source` is all conditions of
-one folder. What is missing is None or empty, and the tables say so in words.
+Everything is taken from files as they lie there; no model, no torch. A `Condition` is one state of
+the model (stock, or one pass of one arm with one seed); a `Source` is all conditions of one folder.
+What is missing is None or empty, and the tables say so in words.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-import numpy as np
-from jaxtyping import Bool, Float
-
-from headwise.artefacts import find_plasticity, load_artefact, read_lines
+from headwise.artefacts import load_artefact
+from headwise.diagnosis.values import Diagnosis, classify
 from headwise.errors import ArtefactError
-from headwise.heads import select_heads
+from headwise.intervals import Interval
+from headwise.models.model_info import ModelInfo
+from headwise.plasticity.summary import PlasticitySummary, find_plasticity
+from headwise.proof.comparison import Comparison
+from headwise.proof.completed_texts import Completions
+from headwise.proof.evaluation import DocumentLosses, Evaluation
 from headwise.proof.trajectories import run_maps
-
-Map = Float[np.ndarray, "layer head"]
-
-
-Mask = Bool[np.ndarray, "layer head"]
-
-
-Body = Mapping[str, Any]
-
+from headwise.proof.zones import Map, Mask, Zones, zones_of
+from headwise.settings import validated
+from headwise.studies.study import Study
+from headwise.studies.summary import StudySummary
+from headwise.surgery.plan import join_plans, plans_of
+from headwise.surgery.run_settings import RUN, RunSettings
+from headwise.surgery.run_state import TraceRow, TrainStep, Validation, read_trace
 
 MASS = "first_token_mass"
-
-
-SICK = ("dead", "sink")
+Artefact = TypeVar("Artefact")
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class Condition:
     seed: int | None = None
     number: int = 1  # which pass
     last: bool = True  # no later pass of this arm and seed was judged
-    diagnosis: Body | None = field(default=None, repr=False)
-    evaluation: Body | None = field(default=None, repr=False)
-    comparison: Body | None = field(default=None, repr=False)
-    run: Body | None = field(default=None, repr=False)
-    trace: tuple[Body, ...] = field(default=(), repr=False)
+    diagnosis: Diagnosis | None = field(default=None, repr=False)
+    evaluation: Evaluation | None = field(default=None, repr=False)
+    comparison: Comparison | None = field(default=None, repr=False)
+    run: RunSettings | None = field(default=None, repr=False)
+    trace: tuple[TraceRow, ...] = field(default=(), repr=False)
     steps: tuple[tuple[int, Map], ...] = field(default=(), repr=False)  # first-token mass by step
-    plasticity: Body | None = field(default=None, repr=False)
+    plasticity: PlasticitySummary | None = field(default=None, repr=False)
     before: Map | None = field(default=None, repr=False)  # as `steps`, before the operation
 
     @property
@@ -67,82 +67,59 @@ class Condition:
     @property
     def mode(self) -> str:
         """surgery, sham, ...; `stock` for the untouched model."""
-        return "stock" if self.run is None else str(self.run["mode"])
+        return "stock" if self.run is None else self.run.mode
 
     @property
     def maps(self) -> dict[str, Map]:
         """Every per-head measure of the diagnosis."""
-        found = {} if self.diagnosis is None else self.diagnosis["maps"]
-        return {name: np.array(values, dtype=float) for name, values in found.items()}
+        return {} if self.diagnosis is None else dict(self.diagnosis.maps)
 
     @property
     def sick(self) -> Mask | None:
         """Which heads are dead or sinks."""
-        if self.diagnosis is None:
-            return None
-        return np.isin(np.array(self.diagnosis["classes"]), SICK)
+        return None if self.diagnosis is None else self.diagnosis.sick
 
     @property
-    def text_sets(self) -> Body:
+    def text_sets(self) -> dict[str, DocumentLosses]:
         """Losses by text set; empty without an evaluation."""
-        found: Body = {} if self.evaluation is None else self.evaluation["text_sets"]
-        return found
+        return {} if self.evaluation is None else dict(self.evaluation.text_sets)
 
     @property
     def weights(self) -> int | None:
         """Weights of the patches: the slices, not the matrices they lie in."""
-        if self.evaluation is None or not self.evaluation.get("patches"):
+        if self.evaluation is None or not self.evaluation.patches:
             return None
-        return sum(int(patch["num_weights"]) for patch in self.evaluation["patches"])
+        return sum(patch.num_weights or 0 for patch in self.evaluation.patches)
 
     @property
-    def validations(self) -> list[tuple[int, float]]:
-        """(step, loss) on the run's own validation documents."""
-        return [
-            (int(row["validated_at"]), float(row["validation_loss"]))
-            for row in self.trace
-            if "validation_loss" in row
-        ]
+    def validations(self) -> list[Validation]:
+        """Losses on the run's own validation documents."""
+        return [row for row in self.trace if isinstance(row, Validation)]
 
-    def ablation(self, head: str, kind: str = "zero") -> Body | None:
+    @property
+    def steps_taken(self) -> int:
+        """Optimizer steps in the trace."""
+        return max((row.step + 1 for row in self.trace if isinstance(row, TrainStep)), default=0)
+
+    def ablation(self, head: str) -> Interval | None:
         """The cost of losing a head (or a joint set), with its interval."""
-        if self.evaluation is None:
-            return None
-        found: Body | None = self.evaluation["heads"][f"ablation_{kind}"].get(head)
-        return found
+        found = None if self.evaluation is None else self.evaluation.heads.ablation_zero.get(head)
+        return None if found is None else found.interval
 
-    def zone(self, name: str) -> Mask | None:
-        """`operated`, `watched` (in the zone, never operated on) or `outside` heads.
+    @cached_property
+    def zones(self) -> Zones | None:
+        """Operated, watched and outside heads, and which of them can move.
 
         All passes so far count, as the patches tell them: the control `random-heads` draws its own
         targets, and a second pass adds to the first.
         """
         if self.diagnosis is None:
             return None
-        shape = np.array(self.diagnosis["classes"]).shape
-        patches = [] if self.evaluation is None else self.evaluation.get("patches") or []
-        plans = [patch["plan"] for patch in patches if patch.get("plan")]
+        plans = plans_of(() if self.evaluation is None else self.evaluation.patches)
         if not plans and self.run is not None:
-            plans = [self.run["plan"]]
-        operated = _mask_of([plan["targets"] for plan in plans], shape)
-        watched = _mask_of([plan["watched"] for plan in plans], shape) & ~operated
-        zones: dict[str, Mask] = {
-            "operated": operated,
-            "watched": watched,
-            "outside": ~(operated | watched),
-        }
-        return zones[name]
-
-    def movable(self) -> Mask | None:
-        """Heads whose attention the operation can change: those above its lowest layer."""
-        operated = self.zone("operated")
-        if operated is None or not operated.any():
-            return operated
-        lowest = int(np.flatnonzero(operated.any(1))[0])
-        mask = np.ones_like(operated)
-        mask[:lowest] = False
-        mask[lowest] = operated[lowest] | (self.mode == "lora")  # lora changes whole projections
-        return mask
+            plans = [self.run.plan]
+        plan = join_plans(plans) if plans else None
+        return zones_of(self.diagnosis.model.shape, plan, whole_layers=self.mode == "lora")
 
 
 @dataclass(frozen=True)
@@ -154,9 +131,8 @@ class Source:
     name: str
     stock: Condition | None
     runs: tuple[Condition, ...] = ()
-    study: Body | None = field(default=None, repr=False)
-    summary: Body | None = field(default=None, repr=False)
-    completions: Body | None = field(default=None, repr=False)
+    summary: StudySummary | None = field(default=None, repr=False)
+    completions: Completions | None = field(default=None, repr=False)
     missing: tuple[str, ...] = ()  # arms that were asked for and are not finished
 
     @property
@@ -165,21 +141,22 @@ class Source:
         return [c for c in (self.stock, *self.runs) if c is not None]
 
     @property
-    def model(self) -> Body:
-        """The model as the first diagnosis describes it, or the little a run knows."""
-        for condition in self.conditions:
-            if condition.diagnosis is not None:
-                found: Body = condition.diagnosis["model"]
-                return found
-        for condition in self.runs:
-            if condition.run is not None:
-                return {**condition.run["plan"]["model"], **condition.run["model"]}
-        return {"id": "unknown"}
+    def model(self) -> ModelInfo | None:
+        """The model as the first diagnosis describes it; a bare run does not know it."""
+        found = (c.diagnosis for c in self.conditions if c.diagnosis is not None)
+        return next((diagnosis.model for diagnosis in found), None)
+
+    @property
+    def model_id(self) -> str:
+        """The model's id, as a diagnosis or a run tells it."""
+        if self.model is not None:
+            return self.model.id
+        return next((c.run.model for c in self.runs if c.run is not None), "unknown")
 
     @property
     def model_name(self) -> str:
         """The model's id as a title can carry it."""
-        return str(self.model["id"]).rstrip("/").rsplit("/", 1)[-1]
+        return self.model_id.rstrip("/").rsplit("/", 1)[-1]
 
     @property
     def finals(self) -> list[Condition]:
@@ -200,17 +177,10 @@ class Source:
         for condition in self.conditions:
             names = list(condition.text_sets)
             if condition.evaluation is not None and condition.diagnosis is not None:
-                told = condition.diagnosis["provenance"].get("texts", {}).get("name")
+                texts = condition.diagnosis.provenance.texts
+                told = None if texts is None else texts.name
                 return told if told in names else (names[0] if names else None)
         return None
-
-
-def _mask_of(selections: Sequence[str], shape: tuple[int, ...]) -> Mask:
-    mask = np.zeros(shape, dtype=bool)
-    for selection in filter(None, selections):
-        for head in select_heads(selection, num_layers=shape[0], num_heads=shape[1]):
-            mask[head.layer, head.index] = True
-    return mask
 
 
 def read_source(folder: Path) -> Source:
@@ -221,7 +191,7 @@ def read_source(folder: Path) -> Source:
         )
     if (folder / "study.json").exists():
         return _read_study(folder)
-    if (folder / "run.json").exists():
+    if (folder / RUN).exists():
         return _read_run(folder)
     if any((folder / name).exists() for name in ("diagnosis.json", "evaluation.json")):
         stock = _read_condition(folder, arm="model")
@@ -234,15 +204,15 @@ def read_source(folder: Path) -> Source:
 
 
 def _read_study(folder: Path) -> Source:
-    study: dict[str, Any] = load_artefact(folder / "study.json", "study")["study"]
+    path = folder / "study.json"
+    study = validated(Study, load_artefact(path, "study")["study"], path)
     runs: list[Condition] = []
     missing: list[str] = []
-    for arm in study["arms"]:
-        for seed in arm["seeds"] or study["seeds"]:
-            found = _read_passes(folder / "runs" / f"{arm['name']}-s{seed}", arm["name"], seed)
-            runs += found
-            if not found:
-                missing.append(f"{arm['name']} seed {seed}")
+    for arm, seed in study.runs():
+        found = _read_passes(folder / "runs" / f"{arm.name}-s{seed}", arm.name, seed)
+        runs += found
+        if not found:
+            missing.append(f"{arm.name} seed {seed}")
     stock = _read_condition(folder / "stock", arm="stock")
     if stock.diagnosis is None:
         raise ArtefactError(
@@ -250,14 +220,14 @@ def _read_study(folder: Path) -> Source:
             where=folder,
             fix="run `headwise study` again: it goes on where it stopped",
         )
+    summary = _optional(folder / "summary.json", StudySummary.load)
     return Source(
         folder,
         "study",
-        str(study["name"]),
+        study.name,
         stock,
         tuple(runs),
-        study,
-        _optional(folder / "summary.json", "study-summary"),
+        summary,
         _completions(folder),
         tuple(missing),
     )
@@ -273,9 +243,9 @@ def _read_passes(folder: Path, arm: str, seed: int) -> list[Condition]:
 
 
 def _read_run(folder: Path) -> Source:
-    run = load_artefact(folder / "run.json", "run")
-    condition = _read_condition(folder, arm=str(run["mode"]), seed=int(run["seed"]))
-    stock = None if condition.comparison is None else _before(condition)
+    run = RunSettings.load(folder)
+    condition = _read_condition(folder, arm=run.mode, seed=run.seed)
+    stock = _before(condition)
     return Source(folder, "run", folder.name, stock, (condition,), completions=_completions(folder))
 
 
@@ -284,56 +254,42 @@ def _before(after: Condition) -> Condition | None:
     comparison, diagnosis = after.comparison, after.diagnosis
     if comparison is None or diagnosis is None:
         return None
-    delta = {name: np.array(values) for name, values in comparison["delta"].items()}
-    maps = {n: (np.array(diagnosis["maps"][n]) - delta[n]) for n in delta}
-    cuts = diagnosis["thresholds"]
-    classes = np.full(maps[MASS].shape, "healthy", dtype=object)
-    if "entropy" in maps:
-        classes[maps["entropy"] < cuts["low_entropy"]] = "low_entropy"
-    classes[maps[MASS] > cuts["sink"]] = "sink"
-    classes[maps[MASS] > cuts["dead"]] = "dead"
-    body = {
-        "model": comparison["model"],
-        "maps": {name: values.tolist() for name, values in maps.items()},
-        "spread": {},
-        "classes": classes.tolist(),
-        "counts": comparison["transitions"]["counts_before"],
-        "thresholds": cuts,
-        "profile": {},
-        "provenance": comparison["provenance"]["before"],
-    }
-    return Condition("stock", diagnosis=body)
+    maps = {name: diagnosis.maps[name] - delta for name, delta in comparison.delta.items()}
+    stock = Diagnosis(
+        model=comparison.model,
+        maps=maps,
+        classes=classify(maps[MASS], maps.get("entropy"), diagnosis.thresholds),
+        thresholds=diagnosis.thresholds,
+        provenance=comparison.provenance.before,
+    )
+    return Condition("stock", diagnosis=stock)
 
 
 def _read_condition(
     folder: Path, *, arm: str, seed: int | None = None, number: int = 1, last: bool = True
 ) -> Condition:
-    evaluation = _optional(folder / "evaluation.json", "evaluation")
-    diagnosis = _optional(folder / "diagnosis.json", "diagnosis")
-    if diagnosis is None and evaluation is not None:
-        diagnosis = evaluation["diagnosis"]
+    evaluation = _optional(folder / "evaluation.json", Evaluation.load)
+    diagnosis = _optional(folder / "diagnosis.json", Diagnosis.load)
     maps = run_maps(folder, folder.parent if number > 1 else folder)
-    before = next((mass for step, mass in maps if step < 0), None)
-    steps = tuple((step, mass) for step, mass in maps if step >= 0)
     return Condition(
         arm,
         seed,
         number,
         last,
-        diagnosis,
-        evaluation,
-        _optional(folder / "comparison.json", "comparison"),
-        _optional(folder / "run.json", "run"),
-        tuple(read_lines(folder / "trace.jsonl")),
-        steps,
-        find_plasticity(folder, *([folder.parent] if folder.name == "stock" else [])),
-        before,
+        diagnosis=diagnosis or (None if evaluation is None else evaluation.diagnosis),
+        evaluation=evaluation,
+        comparison=_optional(folder / "comparison.json", Comparison.load),
+        run=RunSettings.load(folder) if (folder / RUN).exists() else None,
+        trace=tuple(read_trace(folder)),
+        steps=tuple((step, mass) for step, mass in maps if step >= 0),
+        plasticity=find_plasticity(folder, *([folder.parent] if folder.name == "stock" else [])),
+        before=next((mass for step, mass in maps if step < 0), None),
     )
 
 
-def _completions(folder: Path) -> dict[str, Any] | None:
-    return _optional(folder / "completions.json", "completions")
+def _completions(folder: Path) -> Completions | None:
+    return _optional(folder / "completions.json", Completions.load)
 
 
-def _optional(path: Path, kind: str) -> dict[str, Any] | None:
-    return load_artefact(path, kind) if path.exists() else None
+def _optional(path: Path, load: Callable[[Path], Artefact]) -> Artefact | None:
+    return load(path) if path.exists() else None

@@ -1,6 +1,6 @@
-"""One table, three renderings: Markdown for people, CSV for programs, cells for the page.
+"""One table, three renderings: Markdown for people, CSV for programs, entries for the page.
 
-A cell keeps its number and a column says how to print it, so a CSV holds full precision and an
+A entry keeps its number and a column says how to print it, so a CSV holds full precision and an
 interval becomes three CSV columns. A table without rows says why; it never vanishes.
 """
 
@@ -8,33 +8,18 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from headwise.artefacts import write_text
+from headwise.intervals import Interval
 
 OURS, PAPER = "this study", "paper"
+PPL, LOSS, SHARE = ".4g", "+.4f", ".1%"  # formats of numbers
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """A value with its 95% interval."""
-
-    value: float
-    low: float
-    high: float
-
-    @staticmethod
-    def of(body: Mapping[str, Any] | None) -> Estimate | None:
-        """From the {value, low, high} of an artefact."""
-        if body is None:
-            return None
-        return Estimate(float(body["value"]), float(body["low"]), float(body["high"]))
-
-
-Cell = str | int | float | Estimate | None
+Entry = str | int | float | Interval | None  # of a table
 
 
 @dataclass(frozen=True)
@@ -44,16 +29,16 @@ class Column:
     name: str
     form: str = ""
 
-    def text(self, cell: Cell) -> str:
-        """One cell for people."""
-        if cell is None:
+    def text(self, entry: Entry) -> str:
+        """One entry for people."""
+        if entry is None:
             return ""
-        if isinstance(cell, Estimate):
-            low, high = self.text(cell.low), self.text(cell.high)
-            return f"{self.text(cell.value)} ({low} to {high})"
-        if isinstance(cell, str):
-            return cell
-        return format(cell, self.form) if self.form else f"{cell:,}"
+        if isinstance(entry, Interval):
+            low, high = self.text(entry.low), self.text(entry.high)
+            return f"{self.text(entry.value)} ({low} to {high})"
+        if isinstance(entry, str):
+            return entry
+        return format(entry, self.form) if self.form else f"{entry:,}"
 
 
 @dataclass(frozen=True)
@@ -64,7 +49,7 @@ class Table:
     slug: str
     title: str
     columns: tuple[Column, ...]
-    rows: tuple[tuple[Cell, ...], ...]
+    rows: tuple[tuple[Entry, ...], ...]
     notes: tuple[str, ...] = ()
     missing: str = ""  # in words, why this study has no row
 
@@ -73,14 +58,14 @@ class Table:
         """The name of its files."""
         return f"table{self.number:02d}_{self.slug}"
 
-    def is_paper(self, row: Sequence[Cell]) -> bool:
+    def is_paper(self, row: Sequence[Entry]) -> bool:
         """Whether a row was printed in the paper."""
         return PAPER in row
 
     def numeric(self, index: int) -> bool:
         """Whether a column holds numbers only."""
         found = [row[index] for row in self.rows if row[index] is not None]
-        return bool(found) and all(not isinstance(cell, str) for cell in found)
+        return bool(found) and all(not isinstance(entry, str) for entry in found)
 
 
 def make_table(
@@ -88,7 +73,7 @@ def make_table(
     slug: str,
     title: str,
     columns: Sequence[Column | str],
-    rows: Sequence[Sequence[Cell]],
+    rows: Sequence[Sequence[Entry]],
     *,
     notes: Sequence[str] = (),
     missing: str = "",
@@ -111,7 +96,7 @@ def to_markdown(table: Table) -> str:
         lines.append("| " + " | ".join(rule) + " |")
         for row in table.rows:
             pairs = zip(table.columns, row, strict=True)
-            lines.append("| " + " | ".join(_plain(c.text(cell)) for c, cell in pairs) + " |")
+            lines.append("| " + " | ".join(_plain(c.text(entry)) for c, entry in pairs) + " |")
         lines.append("")
     lines += [f"{i}. {note}" for i, note in enumerate(table.notes, 1)]
     return "\n".join(lines).rstrip() + "\n"
@@ -124,7 +109,7 @@ def _plain(text: str) -> str:
 def to_csv(table: Table) -> str:
     """Full precision; a column with intervals is followed by its _low and _high."""
     wide = [
-        any(isinstance(row[i], Estimate) for row in table.rows) for i in range(len(table.columns))
+        any(isinstance(row[i], Interval) for row in table.rows) for i in range(len(table.columns))
     ]
     header: list[str] = []
     for column, three in zip(table.columns, wide, strict=True):
@@ -133,23 +118,23 @@ def to_csv(table: Table) -> str:
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(header)
     for row in table.rows:
-        cells: list[object] = []
-        for cell, three in zip(row, wide, strict=True):
-            if isinstance(cell, Estimate):
-                cells += [repr(cell.value), repr(cell.low), repr(cell.high)]
+        entries: list[object] = []
+        for entry, three in zip(row, wide, strict=True):
+            if isinstance(entry, Interval):
+                entries += [repr(entry.value), repr(entry.low), repr(entry.high)]
             else:
-                cells += [_safe(cell)] + (["", ""] if three else [])
-        writer.writerow(cells)
+                entries += [_safe(entry)] + (["", ""] if three else [])
+        writer.writerow(entries)
     return buffer.getvalue()
 
 
-def _safe(cell: Cell) -> object:
+def _safe(entry: Entry) -> object:
     """A text that a spreadsheet would run as a formula gets a quote in front."""
-    if isinstance(cell, float):
-        return repr(cell)
-    if isinstance(cell, str) and cell[:1] in ("=", "+", "-", "@"):
-        return "'" + cell
-    return "" if cell is None else cell
+    if isinstance(entry, float):
+        return repr(entry)
+    if isinstance(entry, str) and entry[:1] in ("=", "+", "-", "@"):
+        return "'" + entry
+    return "" if entry is None else entry
 
 
 def save_tables(tables: Sequence[Table], folder: Path) -> list[Path]:
@@ -159,6 +144,3 @@ def save_tables(tables: Sequence[Table], folder: Path) -> list[Path]:
         written.append(write_text(folder / f"{table.key}.md", to_markdown(table)))
         written.append(write_text(folder / f"{table.key}.csv", to_csv(table)))
     return written
-
-
-PPL, LOSS, SHARE = ".4g", "+.4f", ".1%"

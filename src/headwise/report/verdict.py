@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from headwise.heads import heads_where
+from headwise.intervals import Interval
 from headwise.report.paper.drift import zone_drift
 from headwise.report.paper.losses import against_stock, held_out
 from headwise.report.source import Condition, Source
-from headwise.report.tables import Estimate
 
 Tone = Literal["good", "bad", "plain", "caution"]
 
@@ -71,11 +71,11 @@ def _basis(source: Source, main: Condition) -> str:
     """Steps, seeds and recovered heads: a headline must not hide how little it rests on."""
     if main.run is None:
         return ""
-    steps, seeds = int(main.run["recipe"]["steps"]), len(source.of_arm(main.arm))
+    steps, seeds = main.run.recipe.steps, len(source.of_arm(main.arm))
     text = f"After {steps} training steps, {seeds} seed{'s' * (seeds > 1)}"
-    recovery = (main.evaluation or {}).get("recovery")
+    recovery = None if main.evaluation is None else main.evaluation.recovery
     if recovery:
-        text += f"; {recovery['functional']} of {recovery['operated']} heads functionally recovered"
+        text += f"; {recovery.functional} of {recovery.operated} heads functionally recovered"
     return f"{text}. Other budgets may order the arms otherwise."
 
 
@@ -85,7 +85,7 @@ def main_run(source: Source) -> Condition | None:
     return next((c for c in finals if c.mode == "surgery"), finals[0] if finals else None)
 
 
-def interval(estimate: Estimate, form: str = "+.4f") -> str:
+def interval(estimate: Interval, form: str = "+.4f") -> str:
     """An estimate in a sentence."""
     value, low, high = (format(x, form) for x in (estimate.value, estimate.low, estimate.high))
     return f"{value} (95% interval {low} to {high})"
@@ -95,7 +95,7 @@ def _sick_headline(source: Source) -> str:
     stock = source.stock
     if stock is None or stock.diagnosis is None:
         return "Nothing was judged yet: this run has no evaluation."
-    counts = stock.diagnosis["counts"]
+    counts = stock.diagnosis.counts
     if not counts["sick"]:
         return f"None of the {counts['total']} heads of {source.model_name} is sick."
     share = f"{counts['sick'] / counts['total']:.0%}"
@@ -106,16 +106,15 @@ def _sickness(source: Source) -> Finding | None:
     stock = source.stock
     if stock is None or stock.diagnosis is None:
         return None
-    counts, cuts = stock.diagnosis["counts"], stock.diagnosis["thresholds"]
+    counts, cuts = stock.diagnosis.counts, stock.diagnosis.thresholds
     share = counts["sick"] / counts["total"]
     text = (
         f"{counts['sick']} of {counts['total']} heads ({share:.1%}) give more than "
-        f"{cuts['sink']:.2f} of their attention to the first token; {counts['dead']} of them more "
-        f"than {cuts['dead']:.2f}."
+        f"{cuts.sink:.2f} of their attention to the first token; {counts['dead']} of them more "
+        f"than {cuts.dead:.2f}."
     )
-    sweep = stock.diagnosis.get("threshold_sweep")
-    if sweep and counts["sick"]:
-        at = sweep["counts"]
+    if counts["sick"]:
+        at = stock.diagnosis.threshold_sweep.counts
         same = at["0.40"] == at["0.60"]
         text += (
             f" At a threshold of 0.40 it would be {at['0.40']}, at 0.60 {at['0.60']}: the number "
@@ -128,9 +127,10 @@ def _operation(source: Source, main: Condition) -> Finding | None:
     if main.run is None:
         return None
     passes = [c for c in source.runs if (c.arm, c.seed) == (main.arm, main.seed) and c.run]
-    summary = (passes[0].run or main.run)["plan"]["summary"]
-    seeds = len(source.of_arm(main.arm))
-    steps = max((int(row["step"]) + 1 for row in passes[0].trace if "step" in row), default=0)
+    summary = (passes[0].run or main.run).plan.summary
+    if summary is None:
+        return None
+    seeds, steps = len(source.of_arm(main.arm)), passes[0].steps_taken
     verb = {
         "surgery": "reinitialised the queries, keys and values and silenced the output of",
         "gradient-only": "trained, without reinitialising,",
@@ -139,16 +139,16 @@ def _operation(source: Source, main: Condition) -> Finding | None:
         "lora": "trained low-rank changes in the layers of",
         "random-heads": "reinitialised healthy heads, as many as",
     }.get(main.mode, "changed")
-    share = summary.get("trainable_share")
-    text = f"{main.arm.capitalize()} {verb} {summary['heads']} heads in {summary['layers']} layers"
+    share = summary.trainable_share
+    text = f"{main.arm.capitalize()} {verb} {summary.heads} heads in {summary.layers} layers"
     if steps:
         text += (
-            f", then trained only their {summary['trainable_weights']:,} weights"
+            f", then trained only their {summary.trainable_weights:,} weights"
             + (f" ({share:.2%} of the model)" if share else "")
-            + f" for {steps} steps on {main.run['corpus']['name']!r}"
+            + f" for {steps} steps on {main.run.corpus.name!r}"
         )
     if len(passes) > 1:
-        again = main.run["plan"]["summary"]["heads"]
+        again = len(main.run.plan.target_heads)
         text += f"; a second pass treated {_count(again, 'head')} that were still or newly sick"
     return Finding("What was done", f"{text}; {_count(seeds, 'seed')}.")
 
@@ -174,11 +174,11 @@ class Recovered:
 
 def recovered(source: Source, arm: str, key: str = "functional") -> Recovered | None:
     """`functional` or `not_sick` heads of an arm, over its seeds."""
-    found = [c.evaluation["recovery"] for c in source.of_arm(arm) if c.evaluation]
+    found = [c.evaluation.recovery for c in source.of_arm(arm) if c.evaluation]
     known = [r for r in found if r]
     if not known:
         return None
-    return Recovered(tuple(int(r[key]) for r in known), tuple(int(r["operated"]) for r in known))
+    return Recovered(tuple(getattr(r, key) for r in known), tuple(r.operated for r in known))
 
 
 def _by_mass(source: Source, main: Condition) -> Finding | None:
@@ -223,9 +223,9 @@ def _by_function(source: Source, main: Condition) -> Finding | None:
 def _useful_in_stock(source: Source, main: Condition) -> int | None:
     if source.stock is None or source.stock.evaluation is None or main.evaluation is None:
         return None
-    heads = (main.evaluation["recovery"] or {}).get("heads", {})
-    costs = [source.stock.ablation(head) for head in heads]
-    return sum(float(cost["low"]) > 0 for cost in costs if cost is not None)
+    recovery = main.evaluation.recovery
+    costs = [source.stock.ablation(head) for head in (recovery.heads if recovery else ())]
+    return sum(cost.low > 0 for cost in costs if cost is not None)
 
 
 def _loss(source: Source, main: Condition) -> Finding | None:
@@ -234,7 +234,7 @@ def _loss(source: Source, main: Condition) -> Finding | None:
         return None
     before = None if source.stock is None else held_out(source, source.stock)
     after = held_out(source, main)
-    text = f"Held-out loss changed by {interval(change)} nats a token against stock"
+    text = f"Held-out loss changed by {interval(change)} nats per token against stock"
     if before and after:
         text += f"; perplexity {before.value:.4g} to {after.value:.4g} (seed {main.seed})"
     tone: Tone = "good" if change.high < 0 else "bad" if change.low > 0 else "plain"
@@ -247,23 +247,24 @@ def _loss(source: Source, main: Condition) -> Finding | None:
     return Finding("Against stock", f"{text}: {_reading(change)}.{tail}", tone)
 
 
-def _reading(change: Estimate) -> str:
+def _reading(change: Interval) -> str:
     if change.high < 0:
         return "better, with 95% confidence"
     return "worse, with 95% confidence" if change.low > 0 else "no difference shown"
 
 
-def between(source: Source, left: str, right: str) -> Estimate | None:
+def between(source: Source, left: str, right: str) -> Interval | None:
     """Paired loss of one arm minus another on the judged text set."""
     if source.summary is None or source.judged_set is None:
         return None
-    pair = source.summary["between_arms"].get(f"{left} - {right}", {})
-    return Estimate.of(pair.get(source.judged_set))
+    pair = source.summary.between_arms.get(f"{left} - {right}", {})
+    found = pair.get(source.judged_set)
+    return None if found is None else found.interval
 
 
-def _control_gaps(source: Source, main: Condition) -> list[tuple[str, str, Estimate]]:
+def _control_gaps(source: Source, main: Condition) -> list[tuple[str, str, Interval]]:
     """(arm, mode, loss of the main arm minus the control)."""
-    found: list[tuple[str, str, Estimate]] = []
+    found: list[tuple[str, str, Interval]] = []
     for control in source.finals:
         if control.mode in CONTROLS and control.arm not in {arm for arm, *_ in found}:
             gap = between(source, main.arm, control.arm)
@@ -288,10 +289,11 @@ def _controls(source: Source, main: Condition) -> list[Finding]:
 
 
 def _side_effects(source: Source, main: Condition) -> Finding | None:
-    drift, operated = zone_drift(main, "outside"), main.zone("operated")
+    drift = zone_drift(main, "outside")
     was, now = (None if c is None else c.sick for c in (source.stock, main))
-    if drift is None or operated is None or was is None or now is None:
+    if drift is None or main.zones is None or was is None or now is None:
         return None
+    operated = main.zones.operated
     harmed = [str(head) for head in heads_where(~was & now & ~operated)]
     healed = heads_where(was & ~now & ~operated)
     text = (

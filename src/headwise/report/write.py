@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headwise.artefacts import write_text
-from headwise.report.page import figure_entry, render_page
+from headwise.report.page import Plate, plate, render_page
 from headwise.report.paper import drift as drifttables, losses, tables as papertables
 from headwise.report.paper.values import FIGURE_NOTES
 from headwise.report.source import Source, read_source
@@ -55,7 +55,7 @@ def published_figures(out: Path) -> list[Path]:
     return draw(out)
 
 
-def _write_figures(source: Source, folder: Path) -> list[dict[str, Any]]:
+def _write_figures(source: Source, folder: Path) -> list[Plate]:
     """Draw and save every figure; one that has no data is an entry with words instead."""
     # matplotlib is slow to load: not before it is needed
     from headwise.report.figures import MORE_FIGURES
@@ -66,11 +66,11 @@ def _write_figures(source: Source, folder: Path) -> list[dict[str, Any]]:
         key = f"figure{number}_{slug}"
         path = _save(key, draw(source), folder)
         notes = FIGURE_NOTES[number]
-        entries.append(figure_entry(key, f"Figure {number}", title, path, notes=notes, missing=""))
+        entries.append(plate(key, f"Figure {number}", title, path, notes=notes, missing=""))
     for slug, (title, draw) in MORE_FIGURES.items():
         path = _save(slug, draw(source), folder)
         missing = "" if path else f"{title}: this folder has no data for it."
-        entries.append(figure_entry(slug, "More", title, path, notes=(), missing=missing))
+        entries.append(plate(slug, "More", title, path, notes=(), missing=missing))
     return entries
 
 

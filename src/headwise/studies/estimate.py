@@ -67,7 +67,8 @@ class _Size:
             heads = round(ASSUMED_SHARE * self.heads)
             return heads, heads * self.weights_a_head
         plan = make_plan(self.stock, **choice.model_dump())
-        return len(plan.target_heads), int(plan.summary["trainable_weights"])
+        assert plan.summary is not None
+        return plan.summary.heads, plan.summary.trainable_weights
 
 
 def estimate_study(study: Study, out: Path) -> list[Cost]:
@@ -85,7 +86,7 @@ def _cost(study: Study, arm: StudyArm, seed: int, size: _Size | None, speed: flo
         operated, weights = size.operated(arm.plan or study.plan)
         kept = recipe.keep + 1 if recipe.steps else 0
         megabytes = arm.passes * weights * (_PATCH_BYTES + _CHECKPOINT_BYTES * kept) / 1e6
-        judged = study.max_texts * study.window * arm.passes
+        judged = study.max_texts * study.max_length * arm.passes
         ablated = size.heads if study.ablate == "all" else operated
         validations = recipe.steps // recipe.validate_every * recipe.validation_blocks
         seen = validations * recipe.block * arm.passes

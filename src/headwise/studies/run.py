@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from headwise.artefacts import load_artefact, save_artefact, versions
 from headwise.diagnosis.diagnose import diagnose
@@ -22,18 +21,20 @@ from headwise.diagnosis.values import Diagnosis
 from headwise.errors import ArtefactError, SelectionError
 from headwise.heads import Head
 from headwise.models.loading import LoadedModel, load_model
+from headwise.models.model_info import ModelInfo
 from headwise.models.patch import Patch
 from headwise.progress import Progress, silent, stage
-from headwise.proof.comparison import Snapshot, compare
+from headwise.proof.compare import Snapshot, compare
 from headwise.proof.completed_texts import bundled_prompts
 from headwise.proof.completions import complete
-from headwise.proof.evaluate import evaluate, operated_heads
+from headwise.proof.evaluate import evaluate
 from headwise.proof.evaluation import Evaluation
-from headwise.proof.trajectories import Map, run_maps
+from headwise.proof.trajectories import run_maps
+from headwise.proof.zones import Map
 from headwise.settings import changed
 from headwise.studies.study import PlanChoice, Study, StudyArm
 from headwise.studies.summary import summarise_study
-from headwise.surgery.plan import SurgeryPlan, make_plan
+from headwise.surgery.plan import SurgeryPlan, make_plan, operated_heads
 from headwise.surgery.recipe import Recipe
 from headwise.surgery.repair import repair
 from headwise.surgery.run_settings import PATCH, RUN
@@ -48,7 +49,7 @@ class StudySetting:
     study: Study
     out: Path
     loaded: LoadedModel = field(repr=False)
-    base: dict[str, Any] = field(repr=False)
+    base: ModelInfo = field(repr=False)
     heldout: list[TextSet] = field(repr=False)
     progress: Progress = field(repr=False)
     corpora: dict[tuple[str, int], Corpus] = field(default_factory=dict, repr=False)
@@ -68,11 +69,11 @@ class StudySetting:
         return self.corpora[key]
 
     @property
-    def window(self) -> int:
+    def max_length(self) -> int:
         """Tokens a held-out text is cut at, at most what the model was made for."""
         config = self.loaded.model.config.get_text_config()
-        limit = getattr(config, "max_position_embeddings", None) or self.study.window
-        return min(self.study.window, int(limit))
+        limit = getattr(config, "max_position_embeddings", None) or self.study.max_length
+        return min(self.study.max_length, int(limit))
 
 
 def run_study(study: Study, *, out: Path, progress: Progress = silent) -> Path:
@@ -86,8 +87,7 @@ def run_study(study: Study, *, out: Path, progress: Progress = silent) -> Path:
     for arm, seed in study.runs():
         _run_arm(setting, arm, seed, plans[arm.name], before)
     _complete(setting)
-    summary = summarise_study(out, study)
-    save_artefact(out / "summary.json", "study-summary", summary)
+    summarise_study(out, study).save(out / "summary.json")
     return out
 
 
@@ -119,7 +119,7 @@ def _stock_diagnosis(setting: StudySetting) -> Diagnosis:
         setting.loaded.tokenizer,
         judged,
         name=setting.loaded.id,
-        max_length=setting.window,
+        max_length=setting.max_length,
         batch_size=setting.study.batch_size,
         progress=setting.progress,
     )
@@ -150,7 +150,7 @@ def _ablated(setting: StudySetting, operated: list[Head]) -> list[Head] | None:
 
 def _evaluate(
     setting: StudySetting,
-    patches: list[dict[str, Any]],
+    patches: list[PatchInfo],
     joint: dict[str, list[Head]],
     ablated: list[Head] | None,
 ) -> Evaluation:
@@ -163,7 +163,7 @@ def _evaluate(
         base=setting.base,
         ablated=ablated,
         joint=joint,
-        window=setting.window,
+        max_length=setting.max_length,
         max_texts=setting.study.max_texts,
         batch_size=setting.study.batch_size,
         progress=setting.progress,
@@ -243,7 +243,7 @@ def _prove(
     """Evaluate with all patches so far, and compare with stock by what they really touched."""
     path = folder / "evaluation.json"
     if not path.exists():
-        info = [{**p.info, "num_weights": p.num_weights} for p in patches]
+        info = [patch.describe() for patch in patches]
         targets = operated_heads(info)
         _evaluate(setting, info, {"operated": targets}, _ablated(setting, targets)).save(path)
     after = Evaluation.load(path)

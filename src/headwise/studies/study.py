@@ -61,7 +61,7 @@ class Study(_Strict):
     changes: dict[str, Any] = {}  # changes to that recipe
     arms: list[StudyArm] = Field(min_length=1)
     seeds: list[int] = [0]
-    window: int = 512
+    max_length: int = 512
     max_texts: int = 64  # held-out texts on which heads are judged
     batch_size: int = 8
     ablate: Literal["all", "operated"] = "all"

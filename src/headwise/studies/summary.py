@@ -6,41 +6,120 @@ speaks of documents for these seeds; the spread over seeds is given beside it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from headwise.artefacts import versions
-from headwise.intervals import mean_interval
-from headwise.proof.evaluation import Evaluation
+from headwise.artefacts import load_artefact, save_artefact, versions
+from headwise.frames import frame
+from headwise.intervals import Interval, mean_interval
+from headwise.proof.evaluation import JOINT, Evaluation, HeadCost, Recovery
 from headwise.studies.study import Study
+from headwise.values import Finite, from_plain, plain_fields
 
-_RECOVERY = ("operated", "not_sick", "functional", "exceptions")
+if TYPE_CHECKING:
+    import pandas as pd
 
 
-def summarise_study(out: Path, study: Study) -> dict[str, Any]:
-    """The body of `summary.json`, from artefacts alone."""
+@dataclass(frozen=True)
+class Difference:
+    """Mean over seeds of the paired difference in loss, its interval, and one value per seed."""
+
+    value: Finite
+    low: Finite
+    high: Finite
+    by_seed: tuple[Finite, ...]
+    lower_with_confidence: bool
+    higher_with_confidence: bool
+
+    @property
+    def interval(self) -> Interval:
+        """The difference without the seeds."""
+        return Interval(self.value, self.low, self.high)
+
+
+@dataclass(frozen=True)
+class RecoveredHeads:
+    """The counts of one run's recovery."""
+
+    operated: int
+    not_sick: int
+    functional: int
+    exceptions: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ArmSummary:
+    """One arm, one entry per seed."""
+
+    seeds: int
+    sick: tuple[int, ...]
+    stock_sick: int
+    recovery: tuple[RecoveredHeads | None, ...]
+    joint_ablation_cost: tuple[HeadCost | None, ...]
+    stock_joint_ablation_cost: HeadCost | None
+    patch_weights: tuple[tuple[int | None, ...], ...]
+    perplexity: tuple[Mapping[str, Interval], ...]
+
+
+@dataclass(frozen=True)
+class SummaryProvenance:
+    """The versions that made it."""
+
+    versions: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class StudySummary:
+    """`summary.json`: losses of every arm against stock and against each other, by text set."""
+
+    study: str
+    arms: Mapping[str, ArmSummary]
+    against_stock: Mapping[str, Mapping[str, Difference]]
+    between_arms: Mapping[str, Mapping[str, Difference]] = field(repr=False)
+    provenance: SummaryProvenance = field(repr=False)
+
+    def save(self, path: Path) -> Path:
+        """Write `summary.json`."""
+        return save_artefact(path, "study-summary", plain_fields(self))
+
+    @staticmethod
+    def load(path: Path) -> StudySummary:
+        """Read `summary.json`."""
+        return from_plain(StudySummary, load_artefact(path, "study-summary"), path)
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per arm and text set: the paired change of loss from stock (needs pandas)."""
+        return frame(
+            [
+                {"arm": arm, "texts": text, **plain_fields(difference)}
+                for arm, found in self.against_stock.items()
+                for text, difference in found.items()
+            ]
+        )
+
+
+def summarise_study(out: Path, study: Study) -> StudySummary:
+    """The statistics of a study from its artefacts alone."""
     stock = Evaluation.load(out / "stock" / "evaluation.json")
-    conditions = {arm.name: _evaluations(out, study, arm.name) for arm in study.arms}
-    names = list(stock.body["text_sets"])
-    return {
-        "study": study.name,
-        "arms": {name: _arm(name, found, stock) for name, found in conditions.items()},
-        "against_stock": {
-            name: {text: _difference(found, [stock], text) for text in names}
-            for name, found in conditions.items()
+    arms = {arm.name: _evaluations(out, study, arm.name) for arm in study.arms}
+    pairs = {f"{a} - {b}": (arms[a], arms[b]) for a in arms for b in arms if a != b}
+    return StudySummary(
+        study=study.name,
+        arms={name: _arm(name, found, stock) for name, found in arms.items()},
+        against_stock={
+            name: {text: _difference(found, [stock], text) for text in stock.text_sets}
+            for name, found in arms.items()
         },
-        "between_arms": {
-            f"{left} - {right}": {
-                text: _difference(conditions[left], conditions[right], text) for text in names
-            }
-            for left in conditions
-            for right in conditions
-            if left != right
+        between_arms={
+            name: {text: _difference(left, right, text) for text in stock.text_sets}
+            for name, (left, right) in pairs.items()
         },
-        "provenance": {"versions": versions()},
-    }
+        provenance=SummaryProvenance(versions()),
+    )
 
 
 def _evaluations(out: Path, study: Study, arm: str) -> list[Evaluation]:
@@ -55,43 +134,45 @@ def _evaluations(out: Path, study: Study, arm: str) -> list[Evaluation]:
     return found
 
 
-def _arm(name: str, found: list[Evaluation], stock: Evaluation) -> dict[str, Any]:
-    joint = [e.body["heads"]["ablation_zero"].get("joint:operated") for e in found]
-    return {
-        "seeds": len(found),
-        "sick": [e.diagnosis.counts["sick"] for e in found],
-        "stock_sick": stock.diagnosis.counts["sick"],
-        "recovery": [
-            None if e.body["recovery"] is None else {k: e.body["recovery"][k] for k in _RECOVERY}
-            for e in found
-        ],
-        "joint_ablation_cost": joint,
-        "stock_joint_ablation_cost": stock.body["heads"]["ablation_zero"].get(f"joint:{name}"),
-        "patch_weights": [[p["num_weights"] for p in e.body["patches"]] for e in found],
-        "perplexity": [
-            {text: entry["perplexity"] for text, entry in e.body["text_sets"].items()}
-            for e in found
-        ],
-    }
+def _arm(name: str, found: list[Evaluation], stock: Evaluation) -> ArmSummary:
+    return ArmSummary(
+        seeds=len(found),
+        sick=tuple(e.diagnosis.counts["sick"] for e in found),
+        stock_sick=stock.diagnosis.counts["sick"],
+        recovery=tuple(_recovered(e.recovery) for e in found),
+        joint_ablation_cost=tuple(e.heads.ablation_zero.get(f"{JOINT}operated") for e in found),
+        stock_joint_ablation_cost=stock.heads.ablation_zero.get(f"{JOINT}{name}"),
+        patch_weights=tuple(tuple(p.num_weights for p in e.patches) for e in found),
+        perplexity=tuple(
+            {text: entry.perplexity for text, entry in e.text_sets.items()} for e in found
+        ),
+    )
 
 
-def _difference(left: list[Evaluation], right: list[Evaluation], text: str) -> dict[str, Any]:
-    """Mean over seeds of the paired difference in loss, its interval, and one difference a seed.
+def _recovered(found: Recovery | None) -> RecoveredHeads | None:
+    if found is None:
+        return None
+    return RecoveredHeads(found.operated, found.not_sick, found.functional, found.exceptions)
 
-    The interval is over documents. Arms with the same number of seeds are paired seed by seed (the
-    same data in the same order); else each seed is set against the other arm's mean.
+
+def _difference(left: list[Evaluation], right: list[Evaluation], text: str) -> Difference:
+    """The interval is over documents.
+
+    Arms with the same number of seeds are paired seed by seed (the same data in the same order);
+    else each seed is set against the other arm's mean.
     """
-    tokens = np.array(right[0].body["text_sets"][text]["document_tokens"])
+    tokens = np.array(right[0].text_sets[text].document_tokens)
     a, b = (
-        np.array([e.body["text_sets"][text]["document_loss_sums"] for e in side])
-        for side in (left, right)
+        np.array([e.text_sets[text].document_loss_sums for e in side]) for side in (left, right)
     )
     interval = mean_interval(a.mean(0) - b.mean(0), tokens)
     means = b if len(a) == len(b) else b.mean(0, keepdims=True)
     seeds = (a.sum(1) - means.sum(1)) / tokens.sum()
-    return {
-        **interval.to_json(),
-        "by_seed": seeds.tolist(),
-        "lower_with_confidence": interval.high < 0,
-        "higher_with_confidence": interval.low > 0,
-    }
+    return Difference(
+        interval.value,
+        interval.low,
+        interval.high,
+        tuple(seeds.tolist()),
+        interval.high < 0,
+        interval.low > 0,
+    )

@@ -21,6 +21,7 @@ from headwise.heads import Head
 from headwise.models.architectures import geometry_of, is_transposed, projection_of
 from headwise.models.description import weight_fingerprint
 from headwise.models.patch import Patch, Slice
+from headwise.models.patch_info import PatchInfo
 from headwise.models.slices import Span, head_spans, output_bias_span, read_slices, spans_of
 from headwise.surgery.plan import SurgeryPlan
 
@@ -75,7 +76,7 @@ def operate(
         name: Slice(span, before[name], after[name].to(before[name].dtype))
         for name, span in spans.items()
     }
-    return Patch(slices, {"plan": plan.model_dump(mode="json"), "base_model": plan.model.id})
+    return Patch(slices, _info(plan))
 
 
 def silence(model: PreTrainedModel, plan: SurgeryPlan) -> Patch:
@@ -83,7 +84,7 @@ def silence(model: PreTrainedModel, plan: SurgeryPlan) -> Patch:
     spans = spans_of(model, plan.target_heads, "o")
     before = read_slices(model, spans)
     slices = {n: Slice(span, before[n], torch.zeros_like(before[n])) for n, span in spans.items()}
-    return Patch(slices, {"plan": plan.model_dump(mode="json"), "base_model": plan.model.id})
+    return Patch(slices, _info(plan))
 
 
 def unchanged(model: PreTrainedModel, plan: SurgeryPlan) -> Patch:
@@ -91,7 +92,11 @@ def unchanged(model: PreTrainedModel, plan: SurgeryPlan) -> Patch:
     spans = plan_spans(model, plan)
     before = read_slices(model, spans)
     slices = {name: Slice(span, before[name], before[name]) for name, span in spans.items()}
-    return Patch(slices, {"plan": plan.model_dump(mode="json"), "base_model": plan.model.id})
+    return Patch(slices, _info(plan))
+
+
+def _info(plan: SurgeryPlan) -> PatchInfo:
+    return PatchInfo(plan.model.id, plan.model_dump(mode="json"))
 
 
 def _fresh(model: PreTrainedModel, plan: SurgeryPlan, name: str, span: Span) -> Tensor:

@@ -7,17 +7,19 @@ to keys and values that heads share.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
 
 from headwise.artefacts import write_text
 from headwise.diagnosis.values import Diagnosis
 from headwise.errors import ArtefactError, SelectionError
 from headwise.heads import Head, format_heads, named_ranges, select_heads
+from headwise.models.model_info import ModelInfo
+from headwise.models.patch_info import PatchInfo
 from headwise.settings import changed, read_yaml, validated
 
 PLAN_SCHEMA = "headwise.plan/1"
@@ -47,6 +49,28 @@ class PlannedModel(BaseModel):
     num_kv_heads: int
 
 
+class PlanSummary(BaseModel):
+    """Exact weight counts, memory and, for GQA, what happens to shared keys and values."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    heads: int
+    layers: int
+    lowest_layer: int
+    trainable_weights: int
+    trainable_share: float | None
+    training_state_bytes: int
+    kv_groups: int
+    kv_note: str | None = None
+    compensation: str | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_empty_notes(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
+        body: dict[str, object] = handler(self)
+        notes = ("kv_note", "compensation")
+        return {key: value for key, value in body.items() if value is not None or key not in notes}
+
+
 class SurgeryPlan(BaseModel):
     """Targets are operated on and trained; watched heads are frozen but reported on."""
 
@@ -62,7 +86,7 @@ class SurgeryPlan(BaseModel):
     compensate: Literal["none", "mean"] = "none"
     kv_policy: KvPolicy = "whole-group"
     seed: int = 42
-    summary: dict[str, Any] = {}
+    summary: PlanSummary | None = None
 
     @property
     def target_heads(self) -> list[Head]:
@@ -136,21 +160,20 @@ def make_plan(
     if heads and preset and preset != "pass2":
         raise SelectionError("both heads and a preset are given", fix="choose one of them")
     selection = heads or preset_selection(diagnosis, preset, column)
-    shape = {"num_layers": diagnosis.model["num_layers"], "num_heads": diagnosis.model["num_heads"]}
+    model = diagnosis.model
+    shape = {"num_layers": model.num_layers, "num_heads": model.num_heads}
     sets = diagnosis.head_sets()
     targets = select_heads(selection, **shape, sets=sets)
     if not targets:
         raise SelectionError(
             f"no head matches {selection!r}",
-            where=diagnosis.model["id"],
+            where=model.id,
             fix=f"the diagnosis counts {diagnosis.counts['sick']} sick heads; try --heads all",
         )
     zone = named_ranges(selection, **shape) or sets["band"]
     watched = [] if preset == "pass2" else [h for h in zone if h not in set(targets)]
-    group = diagnosis.model["num_heads"] // diagnosis.model["num_kv_heads"]
-    model = {key: diagnosis.model[key] for key in PlannedModel.model_fields}
     return SurgeryPlan(
-        model=PlannedModel(**model),
+        model=PlannedModel(**{key: getattr(model, key) for key in PlannedModel.model_fields}),
         targets=format_heads(targets),
         watched=format_heads(watched),
         healthy=format_heads(set(sets["healthy"]) - set(targets)),
@@ -160,7 +183,7 @@ def make_plan(
         kv_policy=kv_policy,
         seed=seed,
         summary=_summary(
-            diagnosis, targets, operated_groups(targets, group, kv_policy), compensate
+            model, targets, operated_groups(targets, model.group, kv_policy), compensate
         ),
     )
 
@@ -180,46 +203,50 @@ def preset_selection(diagnosis: Diagnosis, preset: Preset | None, column: int | 
 
 
 def _summary(
-    diagnosis: Diagnosis,
-    targets: list[Head],
-    groups: list[tuple[int, int]],
-    compensate: str,
-) -> dict[str, Any]:
-    """Exact weight counts, memory and, for GQA, what happens to shared keys and values."""
-    model = diagnosis.model
+    model: ModelInfo, targets: list[Head], groups: list[tuple[int, int]], compensate: str
+) -> PlanSummary:
     weights = trainable_weights(model, len(targets), len(groups))
-    total = model.get("num_parameters")
-    group = model["num_heads"] // model["num_kv_heads"]
-    touched = sum(group for _ in groups)
-    summary: dict[str, Any] = {
-        "heads": len(targets),
-        "layers": len({head.layer for head in targets}),
-        "lowest_layer": min(head.layer for head in targets),
-        "trainable_weights": weights,
-        "trainable_share": None if not total else weights / total,
-        "training_state_bytes": weights * _STATE_BYTES,
-        "kv_groups": len(groups),
-    }
-    if group > 1:
-        summary["kv_note"] = (
-            f"{touched} of {len(targets)} targets lie in whole groups: their keys and values are "
-            f"operated on too; the other {len(targets) - touched} change queries and output only"
-        )
-    if compensate == "mean":
-        summary["compensation"] = "the heads' mean outputs are folded into the output bias"
-    return summary
+    total = model.num_parameters
+    whole = model.group * len(groups)
+    kv_note = (
+        f"{whole} of {len(targets)} targets lie in whole groups: their keys and values are "
+        f"operated on too; the other {len(targets) - whole} change queries and output only"
+    )
+    folded = "the heads' mean outputs are folded into the output bias"
+    return PlanSummary(
+        heads=len(targets),
+        layers=len({head.layer for head in targets}),
+        lowest_layer=min(head.layer for head in targets),
+        trainable_weights=weights,
+        trainable_share=None if not total else weights / total,
+        training_state_bytes=weights * _STATE_BYTES,
+        kv_groups=len(groups),
+        kv_note=kv_note if model.group > 1 else None,
+        compensation=folded if compensate == "mean" else None,
+    )
 
 
-def trainable_weights(model: Mapping[str, Any], heads: int, groups: int) -> int:
+def trainable_weights(model: ModelInfo, heads: int, groups: int) -> int:
     """Weights of the slices: q and o of every head, k and v of every operated group."""
-    row = model["head_dim"] * model["hidden_size"]
-    bias = model["head_dim"] if model.get("qkv_bias") else 0
-    return int(heads * (2 * row + bias) + groups * 2 * (row + bias))
+    if model.head_dim is None or model.hidden_size is None:
+        raise SelectionError(
+            "the diagnosis does not say how wide the heads are",
+            where=model.id,
+            fix="diagnose the model itself; a published map of unknown size cannot be planned on",
+        )
+    row = model.head_dim * model.hidden_size
+    bias = model.head_dim if model.qkv_bias else 0
+    return heads * (2 * row + bias) + groups * 2 * (row + bias)
 
 
-def plans_of(patches: Iterable[Mapping[str, Any]]) -> list[SurgeryPlan]:
+def plans_of(patches: Iterable[PatchInfo]) -> list[SurgeryPlan]:
     """The plans that descriptions of patches carry, pass by pass."""
-    return [SurgeryPlan(**patch["plan"]) for patch in patches if patch.get("plan")]
+    return [validated(SurgeryPlan, patch.plan, "a patch") for patch in patches if patch.plan]
+
+
+def operated_heads(patches: Iterable[PatchInfo]) -> list[Head]:
+    """The targets of all plans in a list of patch descriptions."""
+    return sorted({head for plan in plans_of(patches) for head in plan.target_heads})
 
 
 def join_plans(plans: Sequence[SurgeryPlan]) -> SurgeryPlan:

@@ -9,10 +9,11 @@ from typing import Any
 
 from headwise.artefacts import load_artefact, save_artefact, versions
 from headwise.errors import ArtefactError
-from headwise.settings import validated
 from headwise.surgery.modes import Mode
 from headwise.surgery.plan import SurgeryPlan
 from headwise.surgery.recipe import Recipe
+from headwise.texts.corpus_info import CorpusInfo
+from headwise.values import from_plain, plain_fields
 
 RUN, PATCH = "run.json", "patch.safetensors"
 
@@ -30,23 +31,17 @@ class RunSettings:
     recipe: Recipe = field(repr=False)
     mode: Mode
     seed: int
-    corpus: Mapping[str, Any] = field(repr=False)  # as the corpus describes itself
+    corpus: CorpusInfo = field(repr=False)
     threads: int
     versions: Mapping[str, str] = field(default_factory=versions, repr=False)
     finished: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """The body of `run.json`."""
-        return {
-            "model": {"id": self.model, "fingerprint": self.fingerprint},
-            "plan": self.plan.model_dump(mode="json"),
-            "recipe": self.recipe.model_dump(mode="json"),
-            "mode": self.mode,
-            "seed": self.seed,
-            "corpus": dict(self.corpus),
-            "provenance": {"versions": dict(self.versions), "threads": self.threads},
-            "finished": self.finished,
-        }
+        body = plain_fields(self)
+        body["model"] = {"id": self.model, "fingerprint": body.pop("fingerprint")}
+        body["provenance"] = {"versions": body.pop("versions"), "threads": body.pop("threads")}
+        return body
 
     def save(self, run: Path) -> Path:
         """Write `run.json` into a run directory."""
@@ -57,21 +52,11 @@ class RunSettings:
         """Read the `run.json` of a run directory."""
         path = run / RUN
         body = load_artefact(path, "run")
-        try:
-            return RunSettings(
-                body["model"]["id"],
-                body["model"]["fingerprint"],
-                validated(SurgeryPlan, body["plan"], path),
-                validated(Recipe, body["recipe"], path),
-                body["mode"],
-                body["seed"],
-                body["corpus"],
-                body["provenance"]["threads"],
-                body["provenance"]["versions"],
-                body["finished"],
-            )
-        except KeyError as error:
-            raise ArtefactError(f"no {error} in the settings of a run", where=path) from None
+        model, provenance = body.pop("model", None), body.pop("provenance", None)
+        if not isinstance(model, dict) or not isinstance(provenance, dict):
+            raise ArtefactError("no model or provenance in the settings of a run", where=path)
+        whole = {**body, **provenance, "model": model.get("id")}
+        return from_plain(RunSettings, {**whole, "fingerprint": model.get("fingerprint")}, path)
 
 
 def is_finished(asked: RunSettings, run: Path, *, resume: bool) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -18,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from headwise.artefacts import content_hash
 from headwise.errors import TextError
 from headwise.texts.batches import Batch, batches
+from headwise.texts.corpus_info import CorpusInfo
 from headwise.texts.text_sets import TextSet
 
 VALIDATION_SHARE = 0.05
@@ -33,7 +33,7 @@ class Corpus:
     name: str
     train: tuple[Batch, ...] = field(repr=False)
     validation: tuple[Batch, ...] = field(repr=False)
-    info: dict[str, Any]
+    info: CorpusInfo
 
 
 def in_validation(text: str, share: float = VALIDATION_SHARE) -> bool:
@@ -67,17 +67,17 @@ def build_corpus(
             where=texts.name,
             fix="add text, or lower batch_size, accumulation or block in the recipe",
         )
-    info = {
-        "name": texts.name,
-        "sha256": texts.sha256,
-        "documents": len(texts.texts),
-        "duplicates": len(texts.texts) - len(unique),
-        "excluded": len(unique) - len(kept),
-        "train_documents": len(parts["train"]),
-        "validation_documents": len(parts["validation"]),
-        "train_tokens": tokens["train"],
-        "validation_tokens": tokens["validation"],
-    }
+    info = CorpusInfo(
+        name=texts.name,
+        sha256=texts.sha256,
+        documents=len(texts.texts),
+        duplicates=len(texts.texts) - len(unique),
+        excluded=len(unique) - len(kept),
+        train_documents=len(parts["train"]),
+        validation_documents=len(parts["validation"]),
+        train_tokens=tokens["train"],
+        validation_tokens=tokens["validation"],
+    )
     return Corpus(texts.name, tuple(blocks["train"]), tuple(blocks["validation"]), info)
 
 

@@ -15,6 +15,7 @@ from headwise.artefacts import content_hash
 from headwise.bundled import DATA
 from headwise.errors import TextError
 from headwise.models.patient import patient_texts
+from headwise.provenance import TextInfo
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
 
@@ -31,9 +32,9 @@ class TextSet:
         """Hash of the texts in order."""
         return content_hash(self.texts)
 
-    def describe(self) -> dict[str, object]:
+    def describe(self, tokens: int | None = None) -> TextInfo:
         """The `texts` entry of an artefact."""
-        return {"name": self.name, "count": len(self.texts), "sha256": self.sha256}
+        return TextInfo(self.name, len(self.texts), self.sha256, tokens)
 
 
 def bundled_texts() -> TextSet:

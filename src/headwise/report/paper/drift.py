@@ -8,11 +8,10 @@ the map they are compared with: only training moves them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from headwise.proof.zones import DRIFT, ZoneDrift, drift_by_zone
 from headwise.report.paper import values as paper
 from headwise.report.source import MASS, Condition, Source
 from headwise.report.tables import (
@@ -20,58 +19,31 @@ from headwise.report.tables import (
     OURS,
     PAPER,
     SHARE,
-    Cell,
     Column,
-    Estimate,
+    Entry,
     Table,
     make_table,
 )
 
-DRIFT = 0.05
-
-
 CHANGE = "+.3f"
 
 
-@dataclass(frozen=True)
-class Drift:
-    """How first-token mass changed from stock in one zone; means are None of no head."""
-
-    heads: int
-    movable: int
-    drifting: int
-    mean: float | None
-    mean_movable: float | None
-    worst: str
-    worst_change: float | None
-
-
-def zone_drift(condition: Condition, name: str) -> Drift | None:
+def zone_drift(condition: Condition, name: str) -> ZoneDrift | None:
     """Drift of a zone, all passes counted; None without a comparison or without such heads."""
-    zone, movable = condition.zone(name), condition.movable()
-    if condition.comparison is None or zone is None or movable is None or not zone.any():
+    if condition.comparison is None or condition.zones is None:
         return None
-    change = np.array(condition.comparison["delta"][MASS])
-    size, both = np.abs(change), zone & movable
-    layer, head = np.unravel_index(int(np.argmax(np.where(zone, size, -1))), size.shape)
-    moved = size[layer, head] > 0
-    return Drift(
-        int(zone.sum()),
-        int(both.sum()),
-        int((size[zone] > DRIFT).sum()),
-        float(size[zone].mean()),
-        float(size[both].mean()) if both.any() else None,
-        f"L{layer}H{head}" if moved else "none",
-        float(change[layer, head]) if moved else None,
-    )
+    drift = drift_by_zone(condition.comparison.delta[MASS], condition.zones)
+    found: ZoneDrift = getattr(drift, name)
+    return found if found.heads else None
 
 
-def _drift_rows(source: Source, zone: str) -> list[list[Cell]]:
-    rows: list[list[Cell]] = []
+def _drift_rows(source: Source, zone: str) -> list[list[Entry]]:
+    rows: list[list[Entry]] = []
     for condition in source.runs:
         found = zone_drift(condition, zone)
         if found is not None:
             share = found.drifting / found.movable if found.movable else None
+            worst = found.worst if found.worst is not None and found.worst.delta else None
             rows.append(
                 [
                     condition.label,
@@ -80,10 +52,10 @@ def _drift_rows(source: Source, zone: str) -> list[list[Cell]]:
                     found.heads,
                     found.movable,
                     share,
-                    found.mean,
-                    found.mean_movable,
-                    found.worst,
-                    found.worst_change,
+                    found.mean_abs_delta,
+                    found.mean_abs_delta_movable,
+                    "none" if worst is None else worst.head,
+                    None if worst is None else worst.delta,
                 ]
             )
     return rows
@@ -176,22 +148,22 @@ def columns_over_steps(source: Source) -> Table:
         Column("mean |change| last", ".3f"),
         Column("trend"),
     )
-    rows: list[list[Cell]] = []
+    rows: list[list[Entry]] = []
     for condition in source.runs:
-        found: dict[str, Any] = (condition.comparison or {}).get("columns", {})
+        found = {} if condition.comparison is None else condition.comparison.columns
         for name, entry in sorted(found.items(), key=lambda item: int(item[0][1:])):
-            steps, means = entry["steps"], entry["mean_abs_delta"]
+            steps, means = entry.steps, entry.mean_abs_delta
             rows.append(
                 [
                     condition.label,
                     OURS,
                     name,
-                    entry["heads"],
+                    entry.heads,
                     f"step {steps[0]}",
                     means[0],
                     f"step {steps[-1]}",
                     means[-1],
-                    entry["trend"],
+                    entry.trend,
                 ]
             )
     for name, (heads, means, trend) in paper.COLUMNS.items():
@@ -218,10 +190,9 @@ def column_runs(source: Source) -> list[tuple[Condition, list[int]]]:
     stock = None if source.stock is None else source.stock.sick
     found = []
     for condition in source.runs:
-        operated = condition.zone("operated")
-        if stock is None or operated is None or condition.mode != "surgery":
+        if stock is None or condition.zones is None or condition.mode != "surgery":
             continue
-        columns = [int(i) for i in np.flatnonzero((operated & ~stock).any(0))]
+        columns = [int(i) for i in np.flatnonzero((condition.zones.operated & ~stock).any(0))]
         if columns and condition.number == 1:
             found.append((condition, columns))
     return found
@@ -241,7 +212,7 @@ def column_heads(source: Source) -> Table:
         Column("ablation cost, stock", LOSS),
         Column("ablation cost, after", LOSS),
     )
-    rows: list[list[Cell]] = []
+    rows: list[list[Entry]] = []
     for condition, indices in column_runs(source):
         rows += _column_rows(source, condition, indices)
     for layer, (before, after) in paper.COLUMN_H5.items():
@@ -270,14 +241,14 @@ def column_heads(source: Source) -> Table:
     )
 
 
-def _column_rows(source: Source, condition: Condition, indices: Sequence[int]) -> list[list[Cell]]:
-    operated, stock = condition.zone("operated"), source.stock
-    if operated is None or stock is None or stock.diagnosis is None or condition.diagnosis is None:
+def _column_rows(source: Source, condition: Condition, indices: Sequence[int]) -> list[list[Entry]]:
+    zones, stock = condition.zones, source.stock
+    if zones is None or stock is None or stock.diagnosis is None or condition.diagnosis is None:
         return []
     before, after = stock.maps[MASS], condition.maps[MASS]
-    rows: list[list[Cell]] = []
+    rows: list[list[Entry]] = []
     for index in indices:
-        for layer in np.flatnonzero(operated[:, index]):
+        for layer in np.flatnonzero(zones.operated[:, index]):
             head = f"L{layer}H{index}"
             old, new = float(before[layer, index]), float(after[layer, index])
             rows.append(
@@ -286,12 +257,12 @@ def _column_rows(source: Source, condition: Condition, indices: Sequence[int]) -
                     OURS,
                     head,
                     old,
-                    stock.diagnosis["classes"][layer][index],
+                    stock.diagnosis.classes[layer][index],
                     new,
-                    condition.diagnosis["classes"][layer][index],
+                    condition.diagnosis.classes[layer][index],
                     new / old - 1 if old else None,
-                    Estimate.of(stock.ablation(head)),
-                    Estimate.of(condition.ablation(head)),
+                    stock.ablation(head),
+                    condition.ablation(head),
                 ]
             )
     return rows
@@ -299,14 +270,14 @@ def _column_rows(source: Source, condition: Condition, indices: Sequence[int]) -
 
 def cascade(source: Source, condition: Condition) -> list[tuple[int, int, int]]:
     """(step, all movable heads, movable heads not operated on) with |change| > 0.05."""
-    movable, operated = condition.movable(), condition.zone("operated")
-    if source.stock is None or source.stock.diagnosis is None or movable is None:
+    zones, stock = condition.zones, source.stock
+    if zones is None or stock is None or stock.diagnosis is None:
         return []
-    if operated is None or source.stock.maps[MASS].shape != movable.shape:
+    if not zones.operated.any() or stock.maps[MASS].shape != zones.movable.shape:
         return []
-    start = source.stock.maps[MASS] if condition.before is None else condition.before
+    start = stock.maps[MASS] if condition.before is None else condition.before
     counts = []
     for step, mass in condition.steps:
-        drifting = (np.abs(mass - start) > DRIFT) & movable
-        counts.append((step, int(drifting.sum()), int((drifting & ~operated).sum())))
+        drifting = (np.abs(mass - start) > DRIFT) & zones.movable
+        counts.append((step, int(drifting.sum()), int((drifting & ~zones.operated).sum())))
     return counts

@@ -25,9 +25,9 @@ from headwise.drawing import (
     RED,
     draw_map,
 )
+from headwise.proof.zones import DRIFT
 from headwise.report.figures import LINES, first_seeds, panels, save_all
 from headwise.report.paper import values as paper
-from headwise.report.paper.drift import DRIFT
 from headwise.report.paper.losses import stock_validation
 from headwise.report.source import MASS, Condition, Source
 from headwise.report.verdict import main_run
@@ -54,7 +54,7 @@ def histogram(source: Source | None) -> Figure | None:
     """Fig. 1: first-token mass over heads."""
     shown = [("published: BLOOM-1b7", paper.stock_masses()["1b7"], 0.5)]
     if source is not None and source.stock is not None and source.stock.diagnosis is not None:
-        cut = source.stock.diagnosis["thresholds"]["sink"]
+        cut = source.stock.diagnosis.thresholds.sink
         shown.insert(0, (f"{source.model_name}, stock", source.stock.maps[MASS], cut))
     figure, grid = panels(len(shown), 5.2, 3.4)
     for axes, (title, mass, cut) in zip(grid, shown, strict=True):
@@ -114,11 +114,10 @@ def _study_changes(
         return []
     shown = []
     for run in runs:
-        operated, outside = run.zone("operated"), run.zone("outside")
-        if run.diagnosis is None or operated is None or outside is None:
+        if run.zones is None:
             continue
         change = run.maps[MASS] - source.stock.maps[MASS]
-        shown.append((run.label, change, operated, outside))
+        shown.append((run.label, change, run.zones.operated, run.zones.outside))
     return shown
 
 
@@ -158,8 +157,8 @@ def loss_by_step(source: Source | None) -> Figure | None:
     if runs and source is not None:
         axes = grid[0]
         for colour, run in zip(LINES * 3, runs, strict=False):
-            steps, losses = zip(*run.validations, strict=True)
-            values = [math.exp(loss) for loss in losses]
+            steps = [check.step for check in run.validations]
+            values = [math.exp(check.loss) for check in run.validations]
             axes.plot(steps, values, color=colour, lw=1.4, marker=".", ms=4, label=run.arm)
             lowest = int(np.argmin(values))
             axes.scatter(steps[lowest], values[lowest], s=46, fc="none", ec=colour, lw=1.4)
@@ -197,9 +196,8 @@ def watched_changes(source: Source | None) -> Figure | None:
     main = None if source is None else main_run(source)
     if source is not None and main is not None:
         for title, change, operated, _ in _study_changes(source, [main]):
-            watched = main.zone("watched")
-            if watched is not None and watched.any():
-                shown.append((title, change, operated, watched))
+            if main.zones is not None and main.zones.watched.any():
+                shown.append((title, change, operated, main.zones.watched))
     frozen = np.zeros((24, 16))
     mask = np.zeros((24, 16), dtype=bool)
     for name, value in paper.FROZEN_CHANGES.items():
@@ -244,13 +242,13 @@ def _draw_watched(
 def column_drift(source: Source | None) -> Figure | None:
     """Fig. 7: mean |change| of the watched heads of each column over checkpoints."""
     main = None if source is None else main_run(source)
-    found = {} if main is None or main.comparison is None else main.comparison["columns"]
-    long = {name: entry for name, entry in found.items() if len(entry["steps"]) > 1}
+    found = {} if main is None or main.comparison is None else dict(main.comparison.columns)
+    long = {name: entry for name, entry in found.items() if len(entry.steps) > 1}
     figure, grid = panels(2 if long else 1, 5.2, 3.5)
     if long and main is not None:
         for colour, (name, entry) in zip(LINES * 3, sorted(long.items()), strict=False):
-            label = f"{name} ({entry['heads']}) {entry['trend']}"
-            grid[0].plot(entry["steps"], entry["mean_abs_delta"], color=colour, lw=1.4, label=label)
+            label = f"{name} ({entry.heads}) {entry.trend}"
+            grid[0].plot(entry.steps, entry.mean_abs_delta, color=colour, lw=1.4, label=label)
         grid[0].set(xlabel="optimizer step", ylabel="mean |change| from stock")
         grid[0].set_title(main.label, loc="left")
     for colour, (name, (heads, means, trend)) in zip(LINES, paper.COLUMNS.items(), strict=False):

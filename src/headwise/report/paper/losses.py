@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import math
 
+from headwise.intervals import Interval
 from headwise.report.paper import values as paper
 from headwise.report.source import Condition, Source
-from headwise.report.tables import LOSS, OURS, PAPER, PPL, Cell, Column, Estimate, Table, make_table
+from headwise.report.tables import LOSS, OURS, PAPER, PPL, Column, Entry, Table, make_table
 
 
 def best_validation(condition: Condition) -> float | None:
     """The best validation perplexity of a run."""
-    losses = [loss for _, loss in condition.validations]
+    losses = [check.loss for check in condition.validations]
     return math.exp(min(losses)) if losses else None
 
 
-def held_out(source: Source, condition: Condition) -> Estimate | None:
+def held_out(source: Source, condition: Condition) -> Interval | None:
     """Perplexity on the judged text set."""
     name = source.judged_set
     found = condition.text_sets.get(name) if name else None
-    return None if found is None else Estimate.of(found["perplexity"])
+    return None if found is None else found.perplexity
 
 
 def disjoint_perplexity(source: Source) -> Table:
@@ -34,20 +35,20 @@ def disjoint_perplexity(source: Source) -> Table:
         Column("loss - stock (nats)", LOSS),
         Column("reading"),
     )
-    rows: list[list[Cell]] = []
+    rows: list[list[Entry]] = []
     for condition in source.conditions:
         for name, entry in condition.text_sets.items():
-            paired = (condition.comparison or {}).get("losses", {}).get(name)
+            paired = None if condition.comparison is None else condition.comparison.losses.get(name)
             rows.append(
                 [
                     condition.label,
                     OURS,
                     name,
-                    entry["documents"],
-                    entry["predicted_tokens"],
-                    Estimate.of(entry["perplexity"]),
-                    Estimate.of(None if paired is None else paired["difference"]),
-                    None if paired is None else paired["verdict"],
+                    entry.documents,
+                    entry.predicted_tokens,
+                    entry.perplexity,
+                    None if paired is None else paired.difference,
+                    None if paired is None else paired.verdict,
                 ]
             )
     for name, (c4, prompts) in paper.HELD_OUT.items():
@@ -64,16 +65,17 @@ def disjoint_perplexity(source: Source) -> Table:
     )
 
 
-def against_stock(source: Source, arm: str, text_set: str | None = None) -> Estimate | None:
+def against_stock(source: Source, arm: str, text_set: str | None = None) -> Interval | None:
     """Paired change of held-out loss: over all seeds if summarised, else of the first run."""
     name = text_set or source.judged_set
     if name is None:
         return None
-    if source.summary is not None and arm in source.summary["against_stock"]:
-        return Estimate.of(source.summary["against_stock"][arm].get(name))
+    if source.summary is not None and arm in source.summary.against_stock:
+        over_seeds = source.summary.against_stock[arm].get(name)
+        return None if over_seeds is None else over_seeds.interval
     comparison = source.of_arm(arm)[0].comparison
-    found = None if comparison is None else comparison["losses"].get(name)
-    return None if found is None else Estimate.of(found["difference"])
+    found = None if comparison is None else comparison.losses.get(name)
+    return None if found is None else found.difference
 
 
 def stock_validation(source: Source, condition: Condition) -> float | None:
@@ -81,9 +83,9 @@ def stock_validation(source: Source, condition: Condition) -> float | None:
     if condition.run is None:
         return None
     for other in source.runs:
-        same = other.run is not None and other.run["corpus"] == condition.run["corpus"]
+        same = other.run is not None and other.run.corpus == condition.run.corpus
         if same and other.number == 1 and other.mode in ("gradient-only", "lora"):
-            return next((loss for step, loss in other.validations if step == 0), None)
+            return next((check.loss for check in other.validations if check.step == 0), None)
     return None
 
 
@@ -100,23 +102,23 @@ def perplexities(source: Source) -> Table:
         Column("last step"),
         Column("held-out ppl", PPL),
     )
-    rows: list[list[Cell]] = []
+    rows: list[list[Entry]] = []
     for condition in source.runs:
         checks = condition.validations
         if not checks:
             continue
-        best_step, best = min(checks, key=lambda check: check[1])
+        best = min(checks, key=lambda check: check.loss)
         before = stock_validation(source, condition) if condition.number == 1 else None
         rows.append(
             [
                 condition.label,
                 OURS,
                 None if before is None else math.exp(before),
-                math.exp(checks[0][1]) if checks[0][0] == 0 else None,
-                math.exp(best),
-                best_step,
-                math.exp(checks[-1][1]),
-                checks[-1][0],
+                math.exp(checks[0].loss) if checks[0].step == 0 else None,
+                math.exp(best.loss),
+                best.step,
+                math.exp(checks[-1].loss),
+                checks[-1].step,
                 held_out(source, condition),
             ]
         )

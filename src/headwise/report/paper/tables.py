@@ -10,20 +10,22 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from headwise.diagnosis.bloom_maps import bloom_slopes
 from headwise.diagnosis.values import BAND_SHARE
 from headwise.heads import format_indices
+from headwise.models.model_info import ModelInfo
+from headwise.proof.evaluation import JOINT
 from headwise.report.paper import values as paper
 from headwise.report.paper.losses import against_stock, best_validation, held_out
-from headwise.report.source import MASS, Body, Condition, Source
+from headwise.report.source import MASS, Condition, Source
 from headwise.report.tables import (
     LOSS,
     OURS,
     PAPER,
     PPL,
     SHARE,
-    Cell,
     Column,
-    Estimate,
+    Entry,
     Table,
     make_table,
 )
@@ -47,10 +49,10 @@ def cross_scale(source: Source) -> Table:
         Column("paper: sick", ".0%"),
         Column("paper: 'layers affected'"),
     )
-    rows: list[list[Cell]] = []
+    rows: list[list[Entry]] = []
     for name, mass in paper.stock_masses().items():
         printed = paper.CROSS_SCALE[name]
-        slopes = paper.alibi_slopes(mass.shape[1])
+        slopes = bloom_slopes(mass.shape[1])
         rows.append(
             [
                 f"BLOOM-{name}",
@@ -65,7 +67,7 @@ def cross_scale(source: Source) -> Table:
     stock = source.stock
     if stock is not None and stock.sick is not None:
         slope = stock.maps.get("slope")
-        weights = source.model.get("num_parameters")
+        weights = None if source.model is None else source.model.num_parameters
         rows.append(
             [
                 source.model_name,
@@ -81,7 +83,7 @@ def cross_scale(source: Source) -> Table:
     return make_table(1, "cross_scale", "Sick heads over model sizes", columns, rows, notes=notes)
 
 
-def _cross_scale_row(sick: np.ndarray, slopes: np.ndarray | None) -> list[Cell]:
+def _cross_scale_row(sick: np.ndarray, slopes: np.ndarray | None) -> list[Entry]:
     share = sick.mean(0)
     band = [int(i) for i in np.flatnonzero(share > BAND_SHARE)]
     inside = share[band]
@@ -124,11 +126,11 @@ def recovery_counts(source: Source) -> Table:
         Column("weights in patch", ","),
         Column("of model", ".2%"),
     )
-    rows: list[list[Cell]] = []
+    rows: list[list[Entry]] = []
     for condition in source.conditions:
         if condition.diagnosis is None:
             continue
-        counts = condition.diagnosis["counts"]
+        counts = condition.diagnosis.counts
         rows.append(
             [
                 condition.label,
@@ -175,9 +177,9 @@ def recovery_counts(source: Source) -> Table:
     )
 
 
-def _share(weights: int | None, model: Body) -> float | None:
-    total = model.get("num_parameters")
-    return None if weights is None or not total else weights / float(total)
+def _share(weights: int | None, model: ModelInfo | None) -> float | None:
+    total = None if model is None else model.num_parameters
+    return None if weights is None or not total else weights / total
 
 
 def arms_side_by_side(source: Source) -> Table:
@@ -197,7 +199,7 @@ def arms_side_by_side(source: Source) -> Table:
         Column("loss - stock (nats)", LOSS),
         Column("cost of losing all operated heads", LOSS),
     )
-    rows: list[list[Cell]] = []
+    rows: list[list[Entry]] = []
     for arm in source.arms():
         runs = source.of_arm(arm)
         rows.append(
@@ -212,7 +214,7 @@ def arms_side_by_side(source: Source) -> Table:
                 _mean([best_validation(c) for c in runs]),
                 _mean([e.value for c in runs if (e := held_out(source, c))]),
                 against_stock(source, arm),
-                Estimate.of(runs[0].ablation("joint:operated")),
+                runs[0].ablation(f"{JOINT}operated"),
             ]
         )
     for name, (woken, operated, quick, held) in paper.ARMS.items():
@@ -249,21 +251,20 @@ def arms_side_by_side(source: Source) -> Table:
 
 
 def _corpus(condition: Condition) -> str | None:
-    if condition.run is None:
-        return None
-    return str(condition.run["corpus"]["name"])
+    return None if condition.run is None else condition.run.corpus.name
 
 
 def _steps(condition: Condition) -> int | None:
-    taken = [int(row["step"]) + 1 for row in condition.trace if "step" in row]
-    return max(taken, default=0) if condition.run is not None else None
+    return None if condition.run is None else condition.steps_taken
 
 
-def _recovered(runs: Sequence[Condition]) -> list[Cell]:
-    found = [c.evaluation["recovery"] for c in runs if c.evaluation and c.evaluation["recovery"]]
+def _recovered(runs: Sequence[Condition]) -> list[Entry]:
+    found = [c.evaluation.recovery for c in runs if c.evaluation and c.evaluation.recovery]
     if not found:
         return [None, None, None]
-    means = [_mean([r[key] for r in found]) for key in ("operated", "not_sick", "functional")]
+    means = [
+        _mean([getattr(r, key) for r in found]) for key in ("operated", "not_sick", "functional")
+    ]
     return [int(v) if v == int(v) else v for v in means if v is not None]
 
 
@@ -284,7 +285,7 @@ def slopes(source: Source) -> Table:
         Column("mean first-token mass", ".3f"),
         Column("layers sick", ".0%"),
     )
-    rows: list[list[Cell]] = []
+    rows: list[list[Entry]] = []
     stock = source.stock
     maps = {} if stock is None else stock.maps
     if stock is not None and stock.sick is not None and "slope" in maps:
@@ -317,7 +318,7 @@ def slopes(source: Source) -> Table:
             ]
         )
     note = "Paper rows: slopes as printed for 16 heads; masses from the digitised BLOOM-1b7 map."
-    positions = source.model.get("positions", "unknown")
+    positions = "unknown" if source.model is None else source.model.positions
     return make_table(
         10,
         "alibi_slopes",

@@ -312,8 +312,3 @@ def operated_1b7() -> np.ndarray:
         layer, head = name[1:].split("H")
         mask[int(layer), int(head)] = True
     return mask
-
-
-def alibi_slopes(num_heads: int) -> np.ndarray:
-    """ALiBi slopes for a power of two of heads: 2^(-8 (h + 1) / H)."""
-    return np.asarray(2.0 ** (-8 * (np.arange(num_heads) + 1) / num_heads))

@@ -1,0 +1,240 @@
+"""Compare two conditions: what changed, where, and whether it could have.
+
+Transitions between classes (iatrogenic: healthy before, sick after; self-healed: sick before, not
+operated on, not sick after), drift by zone, columns over checkpoints, paired losses. Heads in
+layers that the operation cannot reach are counted apart: their change is zero by construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headwise.artefacts import find_plasticity, read_json, versions
+from headwise.diagnosis.values import Diagnosis
+from headwise.errors import ArtefactError
+from headwise.intervals import Interval, mean_interval
+from headwise.proof.comparison import (
+    Comparison,
+    ComparisonProvenance,
+    ComparisonSettings,
+    PairedLoss,
+    PlasticityChange,
+)
+from headwise.proof.evaluation import DocumentLosses, Evaluation
+from headwise.proof.trajectories import (
+    column_trends,
+    step_deltas,
+    trajectory_shapes,
+    two_phenomena,
+)
+from headwise.proof.zones import Map, Zones, drift_by_zone, transitions, zones_of
+from headwise.surgery.plan import SurgeryPlan, join_plans, plans_of
+
+_IDENTITY = ("model_type", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One side of a comparison: a diagnosis, and its evaluation and plasticity, if any."""
+
+    diagnosis: Diagnosis
+    evaluation: Evaluation | None = None
+    plasticity: Mapping[str, Any] | None = field(default=None, repr=False)
+
+
+def read_snapshot(path: Path) -> Snapshot:
+    """A diagnosis.json, an evaluation.json, or a folder that holds one of them.
+
+    A plasticity.json in the folder, or in its subfolder `plasticity`, comes along.
+    """
+    plasticity = None
+    if path.is_dir():
+        plasticity = find_plasticity(path)
+        found = [path / n for n in ("evaluation.json", "diagnosis.json") if (path / n).exists()]
+        if not found:
+            raise ArtefactError("no evaluation.json or diagnosis.json here", where=path)
+        path = found[0]
+    schema = read_json(path).get("schema")
+    if schema == "headwise.evaluation/1":
+        evaluation = Evaluation.load(path)
+        return Snapshot(evaluation.diagnosis, evaluation, plasticity)
+    return Snapshot(Diagnosis.load(path), None, plasticity)
+
+
+def compare(
+    before: Snapshot,
+    after: Snapshot,
+    *,
+    plan: SurgeryPlan | None = None,
+    checkpoints: Sequence[tuple[int, Map]] = (),
+    whole_layers: bool = False,
+    seed: int = 0,
+) -> Comparison:
+    """Compare two conditions; `checkpoints` are the run's (step, first-token mass) maps.
+
+    Their changes are from the run's own map before the operation (step -1), read on the same text.
+    `whole_layers`: the patch changes whole projections (lora), not only the planned heads.
+    `seed` is the bootstrap's.
+    """
+    _require_comparable(before, after)
+    plan = plan or _plan_of(after)
+    _require_shapes(before.diagnosis, plan, checkpoints)
+    zones = zones_of(before.diagnosis.model.shape, plan, whole_layers=whole_layers)
+    delta = _deltas(before.diagnosis, after.diagnosis)
+    steps = step_deltas(checkpoints, before.diagnosis.maps["first_token_mass"])
+    moved = delta["first_token_mass"]
+    return Comparison(
+        model=before.diagnosis.model,
+        plan=plan,
+        transitions=transitions(before.diagnosis, after.diagnosis, zones.operated),
+        drift=drift_by_zone(moved, zones),
+        delta=delta,
+        columns=column_trends(steps or [(0, moved)], zones.watched),
+        trajectories=trajectory_shapes(steps, zones.watched),
+        two_phenomena=two_phenomena(steps, zones),
+        plasticity=plasticity_change(before, after, zones),
+        losses=paired_losses(before.evaluation, after.evaluation, seed),
+        recovery=None if after.evaluation is None else after.evaluation.recovery,
+        provenance=ComparisonProvenance(
+            versions(),
+            ComparisonSettings(seed),
+            before.diagnosis.provenance,
+            after.diagnosis.provenance,
+        ),
+    )
+
+
+def _plan_of(after: Snapshot) -> SurgeryPlan | None:
+    """What the evaluated patches say they operated on."""
+    plans = plans_of([] if after.evaluation is None else after.evaluation.patches)
+    return join_plans(plans) if plans else None
+
+
+def _deltas(before: Diagnosis, after: Diagnosis) -> dict[str, Map]:
+    """The change of every measure that both have."""
+    names = sorted(set(before.maps) & set(after.maps))
+    return {name: after.maps[name] - before.maps[name] for name in names}
+
+
+def _require_comparable(before: Snapshot, after: Snapshot) -> None:
+    left, right = before.diagnosis, after.diagnosis
+    for key in _IDENTITY:
+        if getattr(left.model, key) != getattr(right.model, key):
+            raise ArtefactError(
+                f"these are different models: {key} is {getattr(left.model, key)} and "
+                f"{getattr(right.model, key)}",
+                where=f"{left.model.id} and {right.model.id}",
+                fix="compare two conditions of one model",
+            )
+    bases = [s.evaluation.model.fingerprint for s in (before, after) if s.evaluation]
+    if len(set(bases)) > 1:
+        raise ArtefactError(
+            "these are different models: the base weights differ",
+            where=f"{left.model.id} and {right.model.id}",
+            fix="evaluate the same base with and without --patch",
+        )
+    hashes = [None if (t := d.provenance.texts) is None else t.sha256 for d in (left, right)]
+    if hashes[0] != hashes[1]:
+        raise ArtefactError(
+            "the two conditions were measured on different text sets",
+            where=f"text hashes {str(hashes[0])[:12]} and {str(hashes[1])[:12]}",
+            fix="run both with the same --texts",
+        )
+    settings = [d.provenance.settings for d in (left, right)]
+    if settings[0] != settings[1]:
+        raise ArtefactError(
+            "the two conditions were measured with different settings",
+            where=f"{settings[0]} and {settings[1]}",
+            fix="run both with the same --max-length, --skip-queries and --bos",
+        )
+
+
+def _require_shapes(
+    diagnosis: Diagnosis, plan: SurgeryPlan | None, checkpoints: Sequence[tuple[int, Map]]
+) -> None:
+    shape = diagnosis.sick.shape
+    others = {"run": {mass.shape for _, mass in checkpoints}}
+    if plan is not None:
+        others["plan"] = {(plan.model.num_layers, plan.model.num_heads)}
+    for name, shapes in others.items():
+        if shapes - {shape}:
+            raise ArtefactError(
+                f"the {name} is for a model of (layers, heads) = {min(shapes - {shape})}, "
+                f"the diagnoses have {shape}",
+                where=diagnosis.model.id,
+                fix=f"pass the {name} of this model",
+            )
+
+
+def plasticity_change(before: Snapshot, after: Snapshot, zones: Zones) -> PlasticityChange | None:
+    """Change of attention plasticity by head and its mean by zone, where both were captured."""
+    left, right = before.plasticity, after.plasticity
+    if left is None or right is None:
+        return None
+    where = ("model_dir", "dataset_name", "revision")  # may differ: two captures are two datasets
+    settings = [
+        {k: v for k, v in body["provenance"]["settings"].items() if k not in where}
+        for body in (left, right)
+    ]
+    if settings[0] != settings[1]:
+        raise ArtefactError(
+            "the two plasticities were measured with different settings",
+            fix="run `headwise plasticity` alike on both captures",
+        )
+    start, end = (np.array(body["maps"]["plasticity"], dtype=float) for body in (left, right))
+    shape = before.diagnosis.maps["first_token_mass"].shape
+    if start.shape != shape or end.shape != shape:
+        raise ArtefactError(
+            f"plasticity maps of {start.shape} and {end.shape} heads beside {shape}",
+            fix="capture all layers and heads of both conditions",
+        )
+    delta = end - start
+    measured = np.isfinite(delta)
+    return PlasticityChange(
+        delta=tuple(tuple(None if np.isnan(x) else float(x) for x in row) for row in delta),
+        mean_delta={
+            name: float(delta[mask & measured].mean())
+            for name, mask in zones.named().items()
+            if (mask & measured).any()
+        },
+    )
+
+
+def paired_losses(
+    before: Evaluation | None, after: Evaluation | None, seed: int = 0
+) -> dict[str, PairedLoss]:
+    """Change of mean loss on every text set both saw, paired by document."""
+    if before is None or after is None:
+        return {}
+    both = [name for name in before.text_sets if name in after.text_sets]
+    return {
+        name: _paired(name, before.text_sets[name], after.text_sets[name], seed) for name in both
+    }
+
+
+def _paired(name: str, left: DocumentLosses, right: DocumentLosses, seed: int) -> PairedLoss:
+    if left.texts.sha256 != right.texts.sha256:
+        raise ArtefactError(f"the text set {name!r} differs between the two evaluations")
+    difference = np.array(right.document_loss_sums) - np.array(left.document_loss_sums)
+    interval = mean_interval(difference, np.array(left.document_tokens), seed=seed)
+    return PairedLoss(
+        left.loss,
+        right.loss,
+        left.perplexity,
+        right.perplexity,
+        interval,
+        _verdict(interval, left.documents),
+    )
+
+
+def _verdict(interval: Interval, documents: int) -> str:
+    if documents < 2:
+        return "one document: nothing can be said"
+    if interval.high < 0:
+        return "lower with 95% confidence"
+    return "higher with 95% confidence" if interval.low > 0 else "no difference shown"

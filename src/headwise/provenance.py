@@ -1,0 +1,38 @@
+"""Where a number comes from: texts, settings and versions, as every artefact states them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from headwise.values import OMITTED
+
+
+@dataclass(frozen=True)
+class TextInfo:
+    """The identity of a text set."""
+
+    name: str
+    count: int
+    sha256: str
+    tokens: int | None = field(default=None, metadata=OMITTED)
+
+
+@dataclass(frozen=True)
+class MeasureSettings:
+    """What decides the maps of a diagnosis besides the model and the texts."""
+
+    max_length: int
+    skip_queries: int = 0
+    bos: bool = False
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What produced a diagnosis; a published map states its source instead."""
+
+    texts: TextInfo | None = field(default=None, metadata=OMITTED)
+    settings: MeasureSettings | None = field(default=None, metadata=OMITTED)
+    versions: Mapping[str, str] | None = field(default=None, metadata=OMITTED)
+    source: str | None = field(default=None, metadata=OMITTED)
+    resolution: float | None = field(default=None, metadata=OMITTED)
