@@ -14,6 +14,7 @@ from headwise.diagnosis.values import Diagnosis, Thresholds, diagnosis_from
 from headwise.errors import ArtefactError
 from headwise.heads import Head
 from headwise.intervals import mean_interval
+from headwise.plasticity.settings import PlasticitySettings
 from headwise.proof.comparison import Comparison, Snapshot, compare, paired_losses, read_snapshot
 from headwise.proof.evaluation import Evaluation
 from headwise.proof.trajectories import (
@@ -26,6 +27,7 @@ from headwise.proof.trajectories import (
 )
 from headwise.proof.zones import drift_by_zone, transitions, zone_masks
 from headwise.surgery.plan import make_plan
+from reportstudy import plasticity_summary
 
 # Targets of the paper's second pass (surgery/train_1b7_pass2.py, lines 80-95)
 PASS2 = {
@@ -387,7 +389,7 @@ def test_snapshots_are_read_from_files_and_folders(small, tmp_path):
 
 
 def plasticity(values, **settings):
-    return {"maps": {"plasticity": values}, "provenance": {"settings": settings}}
+    return plasticity_summary(values, PlasticitySettings(**settings))
 
 
 def test_plasticity_change_is_by_head_and_zone_where_both_were_captured(small):
@@ -421,13 +423,11 @@ def test_plasticity_measured_otherwise_or_of_other_heads_is_refused(small):
 
 
 def test_a_folder_brings_its_plasticity_along(small, tmp_path):
-    from headwise.artefacts import save_artefact
-
     small[0].save(tmp_path / "diagnosis.json")
     assert read_snapshot(tmp_path).plasticity is None
-    body = plasticity([[0.5] * 3] * 3)
-    save_artefact(tmp_path / "plasticity" / "plasticity.json", "plasticity", body)
-    assert read_snapshot(tmp_path).plasticity["maps"] == body["maps"]
+    summary = plasticity([[0.5] * 3] * 3)
+    summary.save(tmp_path / "plasticity" / "plasticity.json")
+    assert read_snapshot(tmp_path).plasticity.maps == summary.maps
     assert read_snapshot(tmp_path / "diagnosis.json").plasticity is None  # a file is a file
 
 

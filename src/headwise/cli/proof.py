@@ -206,7 +206,8 @@ def capture(
     """Record query and key vectors as Parquet, in the sniffed-qk layout."""
     from headwise.cli.show import console
     from headwise.heads import select_in_layers
-    from headwise.plasticity.capture import CaptureSettings, capture_qk
+    from headwise.plasticity.capture import capture_qk
+    from headwise.plasticity.capture_info import CaptureSettings
 
     loaded = load(model, dtype, device_map, allow_pickle, trust_remote_code)
     apply_to(loaded, patch)

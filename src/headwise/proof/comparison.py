@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from headwise.artefacts import find_plasticity, load_artefact, read_json, save_artefact, versions
+from headwise.artefacts import load_artefact, read_json, save_artefact, versions
 from headwise.diagnosis.values import Diagnosis
 from headwise.errors import ArtefactError
 from headwise.intervals import Interval, mean_interval
+from headwise.plasticity.values import PlasticitySummary, find_plasticity
 from headwise.proof.evaluation import Evaluation
 from headwise.proof.trajectories import (
     Map,
@@ -39,7 +40,7 @@ class Snapshot:
 
     diagnosis: Diagnosis
     evaluation: Evaluation | None = None
-    plasticity: Mapping[str, Any] | None = field(default=None, repr=False)
+    plasticity: PlasticitySummary | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -183,21 +184,16 @@ def _other_deltas(before: Snapshot, after: Snapshot) -> dict[str, Any]:
 def plasticity_change(
     before: Snapshot, after: Snapshot, zones: Mapping[str, Mask]
 ) -> dict[str, Any] | None:
-    """Change of attention plasticity a head and its mean by zone, where both were captured."""
+    """Change of attention plasticity per head and its mean by zone, where both were captured."""
     left, right = before.plasticity, after.plasticity
     if left is None or right is None:
         return None
-    where = ("model_dir", "dataset_name", "revision")  # may differ: two captures are two datasets
-    settings = [
-        {k: v for k, v in body["provenance"]["settings"].items() if k not in where}
-        for body in (left, right)
-    ]
-    if settings[0] != settings[1]:
+    if not left.measured_like(right):
         raise ArtefactError(
             "the two plasticities were measured with different settings",
             fix="run `headwise plasticity` alike on both captures",
         )
-    start, end = (np.array(body["maps"]["plasticity"], dtype=float) for body in (left, right))
+    start, end = (np.array(found.maps.plasticity, dtype=float) for found in (left, right))
     shape = before.diagnosis.maps["first_token_mass"].shape
     if start.shape != shape or end.shape != shape:
         raise ArtefactError(

@@ -131,7 +131,7 @@ def _condition(condition: Condition) -> dict[str, Any]:
     named = {row[0] for row in MEASURES}
     maps = {name: short(value) for name, value in body["maps"].items() if name in named}
     if condition.plasticity is not None:
-        maps["plasticity"] = short(condition.plasticity["maps"]["plasticity"])
+        maps["plasticity"] = short(condition.plasticity.maps.plasticity)
     arm = condition.arm if condition.number == 1 else f"{condition.arm}, pass {condition.number}"
     return {
         "key": condition.key,
@@ -200,7 +200,7 @@ def _start(source: Source, shown: Sequence[Condition]) -> list[int]:
 
 def short(value: Any, digits: int = 5) -> Any:
     """Nested lists with every number cut to a few significant digits."""
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         return [short(item, digits) for item in value]
     return None if value is None else _cut(value, digits)
 

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float
 
-from headwise.artefacts import find_plasticity, load_artefact, read_lines
+from headwise.artefacts import load_artefact, read_lines
 from headwise.errors import ArtefactError
 from headwise.heads import select_heads
+from headwise.plasticity.values import PlasticitySummary, find_plasticity
 from headwise.proof.trajectories import run_maps
 
 Map = Float[np.ndarray, "layer head"]
@@ -49,7 +50,7 @@ class Condition:
     run: Body | None = field(default=None, repr=False)
     trace: tuple[Body, ...] = field(default=(), repr=False)
     steps: tuple[tuple[int, Map], ...] = field(default=(), repr=False)  # first-token mass by step
-    plasticity: Body | None = field(default=None, repr=False)
+    plasticity: PlasticitySummary | None = field(default=None, repr=False)
     before: Map | None = field(default=None, repr=False)  # as `steps`, before the operation
 
     @property

@@ -1,0 +1,47 @@
+"""What an artefact says about its model: a value without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from headwise.values import OMITTED, Count, Finite
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """The identity and shape of a model; what is not known of a published map is None."""
+
+    id: str
+    model_type: str
+    fingerprint: str
+    num_layers: Count
+    num_heads: Count
+    num_kv_heads: Count
+    head_dim: int | None
+    hidden_size: int | None
+    qkv_bias: bool
+    output_bias: bool
+    positions: str
+    num_parameters: int | None
+    dtype: str | None = field(default=None, metadata=OMITTED)
+    slopes: tuple[Finite, ...] | None = field(default=None, metadata=OMITTED)
+
+    def __post_init__(self) -> None:
+        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise ValueError(f"{self.num_heads} heads cannot share {self.num_kv_heads} keys")
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Layers and heads."""
+        return self.num_layers, self.num_heads
+
+    @property
+    def short_name(self) -> str:
+        """The name as a title can carry it: the last part of a path, without its ending."""
+        name = self.id.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf")
+        return name if len(name) <= 32 else name[:29] + "..."

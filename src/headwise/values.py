@@ -1,0 +1,115 @@
+"""Frozen values and JSON: one way there and one way back.
+
+A saved value is a frozen dataclass without torch. `to_plain` turns it into what JSON can hold;
+`from_plain` builds it again and checks every field against its type, so that a missing field, a
+wrong kind, a NaN or an absurd count is an `ArtefactError` and never a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, cast
+
+import numpy as np
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Field,
+    GetCoreSchemaHandler,
+    TypeAdapter,
+    ValidationError,
+)
+from pydantic_core import CoreSchema, core_schema, to_json
+
+from headwise.errors import ArtefactError
+
+Value = TypeVar("Value")
+OMITTED: dict[str, bool] = {"omit_none": True}  # metadata of a field that is left out if None
+MOST = 100_000  # no model has more layers or heads; a larger count is damage
+Count = Annotated[int, Field(ge=1, le=MOST)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class _Numbers:
+    """How an array of finite numbers with a fixed number of axes is read from nested lists."""
+
+    def __init__(self, axes: int) -> None:
+        self.axes = axes
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._array)
+
+    def _array(self, value: object) -> np.ndarray:
+        try:
+            array = np.array(value, dtype=float)
+        except (TypeError, ValueError):
+            raise ValueError("not a table of numbers") from None
+        if array.ndim != self.axes or not np.isfinite(array).all():
+            raise ValueError(f"not a table of finite numbers with {self.axes} axes")
+        return array
+
+
+def _none_if_empty(value: object) -> object:
+    return value or None
+
+
+Empty = BeforeValidator(_none_if_empty)  # of a section that is written as {} where there is none
+HeadArray = Annotated[np.ndarray, _Numbers(2)]  # [layer][head]
+BucketArray = Annotated[np.ndarray, _Numbers(3)]  # [layer][head][bucket]
+PooledArray = Annotated[np.ndarray, _Numbers(4)]  # [layer][head][query bucket][key bucket]
+
+
+def to_plain(value: object) -> Any:
+    """What JSON can hold: dataclasses by field name, arrays and tuples as lists.
+
+    A value with a `to_json` of its own (one that adds what follows from its fields) is asked.
+    """
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if is_dataclass(value) and not isinstance(value, type):
+        return value.to_json() if hasattr(value, "to_json") else plain_fields(value)
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(part) for part in value]
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, np.generic):
+        return value.item()
+    return str(value) if isinstance(value, Path) else value
+
+
+def plain_fields(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass for JSON; `class_` is written as `class`."""
+    found = {f: getattr(value, f.name) for f in fields(value)}
+    return {
+        f.name.rstrip("_"): to_plain(part)
+        for f, part in found.items()
+        if not (part is None and f.metadata.get("omit_none"))
+    }
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def from_plain(kind: type[Value], body: object, where: object) -> Value:
+    """Build a value from parsed JSON; what does not fit its type is told, the first fault first."""
+    try:
+        value: Value = _adapter(cast(Any, kind)).validate_json(to_json(body), strict=True)
+        return value
+    except ValidationError as error:
+        first, *more = error.errors(include_url=False)
+        place = ".".join(map(str, first["loc"])) or "the file"
+        also = f" (and {len(more)} more faults)" if more else ""
+        raise ArtefactError(
+            f"{place}: {first['msg'][:200]}{also}",
+            where=where,
+            fix="write it again with headwise; a hand-edited or damaged file is not used",
+        ) from None
