@@ -16,6 +16,14 @@ from headwise.artefacts import save_artefact, write_text
 from headwise.diagnosis.values import Pooled, Profile, SinkRate, Thresholds, diagnosis_from
 from headwise.heads import Head, all_heads
 from headwise.intervals import mean_interval
+from headwise.plasticity.settings import PlasticitySettings
+from headwise.plasticity.values import (
+    DistanceMap,
+    MeasuredModel,
+    PlasticityMaps,
+    PlasticityProvenance,
+    PlasticitySummary,
+)
 from headwise.proof.comparison import Snapshot, compare
 from headwise.proof.completed_texts import (
     Completion,
@@ -66,6 +74,19 @@ MODEL = {
     "num_parameters": 412_160,
     "dtype": "float32",
 }
+
+
+def plasticity_summary(grid, settings=None) -> PlasticitySummary:
+    """A run's plasticity.json of which only the plasticity of each head matters."""
+    grid = tuple(tuple(row) for row in grid)
+    return PlasticitySummary(
+        MeasuredModel("m"),
+        PlasticityMaps(grid, *[()] * 5),
+        {},
+        DistanceMap((), (), (), ()),
+        (),
+        PlasticityProvenance(settings or PlasticitySettings(), {}),
+    )
 
 
 def stock_mass() -> np.ndarray:
@@ -219,11 +240,7 @@ def build_study(out: Path, *, seeds=(0, 1), arms=ARMS) -> Path:
     before = evaluation_of(stock)
     stock.save(out / "stock" / "diagnosis.json")
     before.save(out / "stock" / "evaluation.json")
-    save_artefact(
-        out / "stock" / "plasticity.json",
-        "plasticity",
-        {"maps": {"plasticity": (1 - mass).tolist()}},
-    )
+    plasticity_summary((1 - mass).tolist()).save(out / "stock" / "plasticity.json")
     for arm, seed in study.runs():
         build_run(out / "runs" / f"{arm.name}-s{seed}", study, arm, seed, before)
     write_completions(out, [arm["name"] for arm in arms])

@@ -259,24 +259,24 @@ def test_bos_and_max_length_are_honoured(speaker, tmp_path):
     assert set(done.rows.values()) == {5 * 6}
 
 
-@pytest.mark.parametrize("done_groups", [0, 1, 2])
-def test_a_killed_capture_goes_on_where_it_stopped(speaker, tmp_path, monkeypatch, done_groups):
-    monkeypatch.setattr(capture, "_GROUP_TEXTS", 2)
+@pytest.mark.parametrize("done_portions", [0, 1, 2])
+def test_a_killed_capture_goes_on_where_it_stopped(speaker, tmp_path, monkeypatch, done_portions):
+    monkeypatch.setattr(capture, "_PORTION_TEXTS", 2)
     whole = captured(speaker, tmp_path / "whole")
-    real, calls = capture._capture_group, []
+    real, calls = capture._capture_portion, []
 
     class Killed(Exception):
         pass
 
     def dying(model, encoded, first, path, *rest):
-        if len(calls) == done_groups:
+        if len(calls) == done_portions:
             real(model, encoded, first, path, *rest)
             (path / "done").unlink()  # killed before the marker
             raise Killed
         calls.append(first)
         real(model, encoded, first, path, *rest)
 
-    monkeypatch.setattr(capture, "_capture_group", dying)
+    monkeypatch.setattr(capture, "_capture_portion", dying)
     with pytest.raises(Killed):
         captured(speaker, tmp_path / "killed")
     resumed = []
@@ -285,18 +285,18 @@ def test_a_killed_capture_goes_on_where_it_stopped(speaker, tmp_path, monkeypatc
         resumed.append(first)
         real(model, encoded, first, path, *rest)
 
-    monkeypatch.setattr(capture, "_capture_group", counting)
+    monkeypatch.setattr(capture, "_capture_portion", counting)
     with pytest.raises(ArtefactError, match="there is a capture here already"):
         captured(speaker, tmp_path / "killed")
     captured(speaker, tmp_path / "killed", resume=True)
-    assert resumed == list(range(2 * done_groups, 5, 2))  # finished groups were not run again
+    assert resumed == list(range(2 * done_portions, 5, 2))  # finished portions were not run again
     assert files(tmp_path / "killed") == files(whole.folder)
 
 
 def test_resuming_a_finished_capture_does_nothing(speaker, tmp_path, monkeypatch):
     done = captured(speaker, tmp_path)
     before = files(tmp_path)
-    monkeypatch.setattr(capture, "_capture_group", None)
+    monkeypatch.setattr(capture, "_capture_portion", None)
     again = captured(speaker, tmp_path, resume=True)
     assert again == done
     assert files(tmp_path) == before
@@ -304,17 +304,17 @@ def test_resuming_a_finished_capture_does_nothing(speaker, tmp_path, monkeypatch
         captured(speaker, tmp_path, resume=True, seed=3)
 
 
-def test_only_one_group_of_texts_is_held_at_once(speaker, tmp_path, monkeypatch):
-    monkeypatch.setattr(capture, "_GROUP_TEXTS", 2)
+def test_only_one_portion_of_texts_is_held_at_once(speaker, tmp_path, monkeypatch):
+    monkeypatch.setattr(capture, "_PORTION_TEXTS", 2)
     held = []
-    real = capture._capture_group
+    real = capture._capture_portion
 
     def watching(model, encoded, first, path, *rest):
         held.append(len(encoded))
         real(model, encoded, first, path, *rest)
         assert (path / "done").exists()
 
-    monkeypatch.setattr(capture, "_capture_group", watching)
+    monkeypatch.setattr(capture, "_capture_portion", watching)
     captured(speaker, tmp_path)
     assert held == [2, 2, 1]
     assert not (tmp_path / capture.STAGING).exists()

@@ -12,14 +12,14 @@ SOURCE = Path(__file__).parent.parent / "src" / "headwise"
 
 # A package imports only what stands above it; the loose modules of the top are the ground floor.
 ORDER = """
-    errors bundled artefacts settings heads intervals progress drawing
+    errors bundled artefacts values settings heads intervals progress drawing
     models
     forward
     texts
     diagnosis
     surgery
-    proof
     plasticity
+    proof
     studies
     report
     bench

@@ -6,6 +6,7 @@ import csv
 import json
 import shutil
 import signal
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,13 +17,23 @@ from scipy.stats import norm
 
 from headwise.artefacts import load_artefact, save_artefact
 from headwise.errors import ArtefactError, SettingsError
-from headwise.plasticity.head_group import HeadFailure, HeadResult, analyse_group
+from headwise.models.model_info import ModelInfo
+from headwise.plasticity.capture_info import CapturedTexts, CaptureInfo, CaptureSettings
+from headwise.plasticity.head_group import HeadResult, analyse_group
 from headwise.plasticity.normality import describe_sample, ks_distance, lilliefors_p_values
 from headwise.plasticity.query_model import reflect_onto
 from headwise.plasticity.reader import find_heads, group_heads, read_vectors
 from headwise.plasticity.run import load_settings, measure_plasticity
 from headwise.plasticity.settings import PlasticitySettings
 from headwise.plasticity.tables import head_row
+from headwise.plasticity.values import (
+    CellRecord,
+    HeadFailure,
+    HeadRecord,
+    KeptHead,
+    PlasticitySummary,
+    QueryMetrics,
+)
 
 DATA = Path(__file__).parent / "data" / "plasticity"
 EXPECTED = json.loads((DATA / "closed" / "expected.json").read_text())
@@ -227,14 +238,14 @@ def test_sampled_pairs_are_distinct_and_unbiased(small):
 
 
 def test_sampling_without_replacement_lists_each_pair_once(small):
-    from headwise.plasticity.key_pairs import _sampled_blocks, group_keys, pair_blocks
+    from headwise.plasticity.key_pairs import _sampled_batches, pair_batches, sort_keys
 
     table_ = read_vectors(small / "l00h00k" / "data.parquet")
-    keys = group_keys(table_, np.ones(5))
-    start, size = keys.groups_of(0)
+    keys = sort_keys(table_, np.ones(5))
+    start, size = keys.passages_of(0)
     total = int((size * (size - 1) // 2).sum())
-    sampled = np.concatenate([b.base for b in _sampled_blocks(keys, start, size, total, [1])])
-    every = np.concatenate([b.differences() for b in pair_blocks(keys, 0, limit=total, seed=[1])])
+    sampled = np.concatenate([b.base for b in _sampled_batches(keys, start, size, total, [1])])
+    every = np.concatenate([b.differences() for b in pair_batches(keys, 0, limit=total, seed=[1])])
 
     def pair_set(rows):
         return {tuple(np.round(np.abs(row), 5)) for row in rows}
@@ -331,14 +342,26 @@ def test_a_sampled_capture_may_have_gaps(small):
 
 
 def test_a_headwise_capture_says_what_it_holds(small):
-    body = {"heads": ["L0H1"], "finished": True}
-    body["model"] = {"id": "org/model", "num_heads": 4, "num_kv_heads": 2}
-    save_artefact(small / "capture.json", "capture", body)
+    info = CaptureInfo(
+        model=ModelInfo("org/model", "llama", "", 1, 4, 2, 5, 20, False, False, "rope", 100),
+        texts=CapturedTexts("t", 1, ""),
+        settings=CaptureSettings(),
+        heads=("L0H1",),
+        capture_point="",
+        note="",
+        versions={},
+        finished=True,
+    )
+    info.save(small)
     folder = find_heads(small)
     assert folder.model == "org/model"
     assert [(g.k_head, g.q_heads) for g in group_heads(folder)] == [(0, (1,))]
-    save_artefact(small / "capture.json", "capture", body | {"finished": False})
+    replace(info, finished=False).save(small)
     with pytest.raises(ArtefactError, match="the capture is not finished"):
+        find_heads(small)
+    body = load_artefact(small / "capture.json", "capture")
+    save_artefact(small / "capture.json", "capture", body | {"heads": [3]})
+    with pytest.raises(ArtefactError, match=r"heads\.0: Input should be a valid string"):
         find_heads(small)
 
 
@@ -392,27 +415,45 @@ def test_csv_columns_and_summary(tmp_path, small):
     assert list(weights[0])[:5] == ["layer", "q_head", "k_head", "component", "weight"]
     assert sum(float(row["weight"]) for row in weights[:5]) == pytest.approx(1)
     summary = load_artefact(tmp_path / "out" / "plasticity.json", "plasticity")
-    assert summary["maps"]["plasticity"] == [[row["ap_overall"] for row in result.heads]]
+    assert summary["maps"]["plasticity"] == [[row.ap_overall for row in result.heads]]
     pairs = np.array(summary["inter_key_distance"]["n_pairs"]).sum()
-    assert pairs == sum(row["n_pairs"] for row in result.buckets)
+    assert pairs == sum(row.n_pairs for row in result.buckets)
+
+
+def test_a_summary_is_read_back_and_a_damaged_one_is_refused(tmp_path, small):
+    measure_plasticity(small, out=tmp_path)
+    path = tmp_path / "plasticity.json"
+    summary = PlasticitySummary.load(path)
+    assert summary.save(tmp_path / "again.json").read_bytes() == path.read_bytes()
+    kept = tmp_path / ".heads" / "l00h00.json"
+    assert KeptHead.load(kept).save(tmp_path / "head.json").read_bytes() == kept.read_bytes()
+    body = load_artefact(path, "plasticity")
+    save_artefact(path, "plasticity", body | {"maps": {"plasticity": [["x"]]}})
+    with pytest.raises(ArtefactError, match=r"maps.plasticity.0.0: Input should be a valid number"):
+        PlasticitySummary.load(path)
 
 
 def test_fifths_count_a_cell_where_its_queries_lie():
-    record = {
-        **dict.fromkeys(("layer", "q_head", "k_head"), 0),
-        "metrics": {},
-        "overall": 0.5,
-        "se": None,
-        "cells": [[1, 0, 0.8, 10, 40, 5, None], [2, 0, 0.2, 10, 20, 5, None]],
-        "fifths": {"1": [30, 10, 0, 0, 0], "2": [0, 10, 0, 0, 10]},
-    }
+    record = HeadRecord(
+        layer=0,
+        q_head=0,
+        k_head=0,
+        metrics=QueryMetrics(**dict.fromkeys((field.name for field in fields(QueryMetrics)), 0)),
+        r2=(0.0,),
+        fifths={1: (30, 10, 0, 0, 0), 2: (0, 10, 0, 0, 10)},
+        tau={1: 15.0, 2: 25.0},
+        cells=(CellRecord(1, 0, 0.8, 10, 40, 5, None), CellRecord(2, 0, 0.2, 10, 20, 5, None)),
+        overall=0.5,
+        se=None,
+        distance=(),
+    )
     row = head_row(record, weighted=True)
-    assert row["ap_first_20pct"] == pytest.approx(0.8)
-    assert row["ap_quintile_2"] == pytest.approx(0.5)
-    assert row["ap_quintile_3"] is None
-    assert row["ap_drop"] == pytest.approx(0.8 - 0.2)
+    assert row.ap_first_20pct == pytest.approx(0.8)
+    assert row.ap_quintile_2 == pytest.approx(0.5)
+    assert row.ap_quintile_3 is None
+    assert row.ap_drop == pytest.approx(0.8 - 0.2)
     plain = head_row(record, weighted=False)
-    assert plain["ap_quintile_2"] == pytest.approx((0.25 * 0.8 + 0.5 * 0.2) / 0.75)
+    assert plain.ap_quintile_2 == pytest.approx((0.25 * 0.8 + 0.5 * 0.2) / 0.75)
 
 
 def test_a_failed_head_is_told_and_the_rest_is_kept(tmp_path, small):
@@ -420,7 +461,7 @@ def test_a_failed_head_is_told_and_the_rest_is_kept(tmp_path, small):
     broken = np.full((240, 5), np.nan)
     write_head(small, "l00h01q", rng, vector=vectors(broken))
     result = measure_plasticity(small, out=tmp_path / "out")
-    assert [row["q_head"] for row in result.heads] == [0]
+    assert [row.q_head for row in result.heads] == [0]
     (failure,) = result.failures
     assert (failure.layer, failure.q_head) == (0, 1)
     assert "NaN or infinity" in failure.reason
@@ -524,9 +565,9 @@ def test_constant_positions_have_no_slope(small, definition):
     where = {"position": pa.array([350] * 240), "bucket": pa.array([3] * 240)}
     write_head(small, "l00h00q", rng, **where)
     head = analyse(small, definition=definition)[0]
-    assert head.metrics["q_R2_pos"] == 0
-    assert head.metrics["q_beta_norm"] == 0
-    assert head.metrics["q_mae_ratio"] == 1
+    assert head.metrics.q_R2_pos == 0
+    assert head.metrics.q_beta_norm == 0
+    assert head.metrics.q_mae_ratio == 1
     assert np.isfinite(head.cells.overall)
 
 
@@ -563,8 +604,8 @@ def test_a_cluster_that_is_not_there_is_told(tmp_path, small):
 
 def test_options_come_as_the_command_line_gives_them(tmp_path, small):
     result = measure_plasticity(small, out=tmp_path / "out", pairs="7", heads="L0H1", seed=None)
-    assert [row["q_head"] for row in result.heads] == [1]
-    assert {row["n_pairs"] for row in result.buckets} == {7}
+    assert [row.q_head for row in result.heads] == [1]
+    assert {row.n_pairs for row in result.buckets} == {7}
 
 
 def test_a_config_names_heads_that_must_exist(tmp_path, small):

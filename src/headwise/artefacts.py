@@ -155,9 +155,3 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         raise ArtefactError(
             f"not a complete .jsonl file ({error})", where=path, fix="resume the run that wrote it"
         ) from None
-
-
-def find_plasticity(*folders: Path) -> dict[str, Any] | None:
-    """The first plasticity.json in these folders or their subfolders `plasticity`."""
-    found = [place / "plasticity.json" for f in folders for place in (f, f / "plasticity")]
-    return next((load_artefact(path, "plasticity") for path in found if path.exists()), None)

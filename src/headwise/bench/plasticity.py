@@ -111,9 +111,10 @@ def _measured(side: str, root: Path, heads: int) -> dict[str, float]:
 
 
 def _run_side(side: str, root: Path, heads: int) -> dict[str, float]:
-    from headwise.plasticity.head_group import HeadFailure, analyse_group
+    from headwise.plasticity.head_group import analyse_group
     from headwise.plasticity.reader import find_heads, group_heads
     from headwise.plasticity.settings import PlasticitySettings
+    from headwise.plasticity.values import HeadFailure
 
     folder, settings = find_heads(root), PlasticitySettings()
     groups = group_heads(folder)

@@ -237,6 +237,7 @@ def _headwise(model: Any, length: int, folder: Path, **options: Any) -> Work:
     from headwise.surgery.training import backward_step, make_optimizer, optimizer_step
     from headwise.texts.batches import Batch
     from headwise.texts.corpus import Corpus
+    from headwise.texts.corpus_info import CorpusInfo
 
     spans = spans_of(model, _operated(model))
     values = read_slices(model, spans)
@@ -244,7 +245,7 @@ def _headwise(model: Any, length: int, folder: Path, **options: Any) -> Work:
     masters = tuple(make_masters(slices, torch.device("cpu")))
     del slices, values
     batch = Batch(_ids(length), torch.tensor([length]), (0,))
-    corpus = Corpus("bench", (batch,), (), {})
+    corpus = Corpus("bench", (batch,), (), CorpusInfo("bench"))
     recipe = Recipe(block=length, accumulation=1, **options)
     trained = tuple(master.value for master in masters)
     job = Job(model, masters, trained, corpus, recipe, 0, _lowest(model), folder)

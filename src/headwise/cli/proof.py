@@ -203,7 +203,8 @@ def capture(
     from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import console
     from headwise.heads import select_in_layers
-    from headwise.plasticity.capture import CaptureSettings, capture as run
+    from headwise.plasticity.capture import capture as run
+    from headwise.plasticity.capture_info import CaptureSettings
 
     loaded = load(model, dtype, device_map, allow_pickle, trust_remote_code)
     apply_to(loaded, patch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -15,6 +15,7 @@ from headwise.proof.evaluation import JOINT
 if TYPE_CHECKING:
     from headwise.diagnosis.values import Diagnosis
     from headwise.intervals import Interval
+    from headwise.plasticity.run import Plasticity
     from headwise.proof.comparison import Comparison
     from headwise.proof.completed_texts import Completions
     from headwise.proof.evaluation import Evaluation
@@ -188,11 +189,11 @@ def cost_tables(name: str, rows: Sequence[Sequence[object]]) -> list[Table | str
     return shown
 
 
-def plasticity_table(found: Any) -> Table:
+def plasticity_table(found: Plasticity) -> Table:
     """Plasticity by layer: mean, smallest and largest head."""
     rows: dict[int, list[float]] = {}
     for head in found.heads:
-        if head["ap_overall"] is not None and head["ap_overall"] == head["ap_overall"]:
-            rows.setdefault(int(head["layer"]), []).append(float(head["ap_overall"]))
+        if head.ap_overall is not None:
+            rows.setdefault(head.layer, []).append(head.ap_overall)
     cells = [[layer, len(v), sum(v) / len(v), min(v), max(v)] for layer, v in sorted(rows.items())]
     return table("attention plasticity", ("layer", "heads", "mean", "lowest", "highest"), cells)

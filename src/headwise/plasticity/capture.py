@@ -2,7 +2,7 @@
 
 Vectors are what the scores are made of: after query/key norms and after RoPE (before it on
 request), unscaled, so that q.k * scale (+ the ALiBi bias, which is no part of the vectors) are the
-model's own logits. Texts go in groups; each group is flushed to disk before the next begins, so
+model's own logits. Texts go in portions; each is flushed to disk before the next begins, so
 memory is bounded and a killed capture goes on where it stopped.
 """
 
@@ -13,7 +13,7 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from headwise.artefacts import load_artefact, save_artefact, versions, write_text
+from headwise.artefacts import versions, write_text
 from headwise.errors import ArtefactError
 from headwise.forward.tap import Sight, tapped
 from headwise.heads import Head, all_heads
@@ -36,33 +36,23 @@ from headwise.models.architectures import (
     projection_of,
 )
 from headwise.models.description import describe_model
+from headwise.models.model_info import ModelInfo
 from headwise.models.tensor_files import write_array
 from headwise.plasticity.buckets import Buckets
+from headwise.plasticity.capture_info import FILE, CapturedTexts, CaptureInfo, CaptureSettings
 from headwise.plasticity.writer import assemble
 from headwise.progress import Progress, silent, track
 from headwise.texts.batches import batches, encode_texts
 from headwise.texts.text_sets import TextSet
+from headwise.values import from_plain, to_plain
 
 STAGING = ".staging"
 
 
-_GROUP_TEXTS = 8
+_PORTION_TEXTS = 8
 
 
 Kind = Literal["q", "k"]
-
-
-@dataclass(frozen=True)
-class CaptureSettings:
-    """What is captured; two captures with equal settings and texts give equal files."""
-
-    buckets: str = "uniform:64"
-    base_rate: float | None = None
-    max_length: int = 512
-    pre_rope: bool = False
-    layout: Literal["new", "old"] = "new"
-    seed: int = 0
-    bos: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,29 +83,29 @@ def capture(
     chosen = sorted(heads or all_heads(geometry.num_layers, geometry.num_heads))
     encoded = encode_texts(tokenizer, texts.texts, max_length=settings.max_length, bos=settings.bos)
     folder = out if settings.layout == "new" else out / re.sub(r"\W", "_", name)
-    meta = _metadata(model, name, texts, settings, chosen)
-    finished = _finished(folder, meta, resume)
+    info = _describe(model, name, texts, settings, chosen)
+    finished = _finished(folder, info, resume)
     if finished is not None:
         return finished
-    staging = _prepare(folder, meta)
-    groups = list(range(0, len(encoded), _GROUP_TEXTS))
-    for start in track(groups, "capturing", progress):
-        path = staging / f"group-{start:06d}"
+    staging = _prepare(folder, info)
+    portions = list(range(0, len(encoded), _PORTION_TEXTS))
+    for start in track(portions, "capturing", progress):
+        path = staging / f"portion-{start:06d}"
         if not (path / "done").exists():
-            part = encoded[start : start + _GROUP_TEXTS]
-            _capture_group(model, part, start, path, chosen, settings, batch_size)
+            part = encoded[start : start + _PORTION_TEXTS]
+            _capture_portion(model, part, start, path, chosen, settings, batch_size)
     rows = assemble(
         staging, folder, chosen, geometry.group, _windows(model), Buckets.parse(settings.buckets)
     )
-    save_artefact(folder / "capture.json", "capture", {**meta, "rows": rows, "finished": True})
-    write_text(folder / "README.md", _readme(meta))
+    replace(info, rows=rows, finished=True).save(folder)
+    write_text(folder / "README.md", _readme(info))
     shutil.rmtree(staging)
-    return Captured(folder, rows, str(meta["note"]))
+    return Captured(folder, rows, info.note)
 
 
-def _metadata(
+def _describe(
     model: PreTrainedModel, name: str, texts: TextSet, settings: CaptureSettings, heads: list[Head]
-) -> dict[str, Any]:
+) -> CaptureInfo:
     geometry = geometry_of(model)
     every = len(heads) == geometry.num_layers * geometry.num_heads
     note = ""
@@ -124,43 +114,42 @@ def _metadata(
             "ALiBi adds a bias on keys that is no part of these vectors: plasticity here speaks of "
             "content only; pairs of keys d apart differ by slope * d in their logits besides"
         )
-    return {
-        "model": describe_model(model, name),
-        "texts": texts.describe(),
-        "settings": settings.__dict__ | {},
-        "heads": [str(head) for head in heads],
-        **({} if every else {"head_sampling": "selection"}),
-        "capture_point": "before RoPE" if settings.pre_rope else "as scored (after RoPE)",
-        "note": note,
-        "versions": versions(),
-    }
+    return CaptureInfo(
+        model=from_plain(ModelInfo, describe_model(model, name), name),
+        texts=CapturedTexts(texts.name, len(texts.texts), texts.sha256),
+        settings=settings,
+        heads=tuple(str(head) for head in heads),
+        capture_point="before RoPE" if settings.pre_rope else "as scored (after RoPE)",
+        note=note,
+        versions=versions(),
+        head_sampling=None if every else "selection",
+    )
 
 
-def _finished(folder: Path, meta: dict[str, Any], resume: bool) -> Captured | None:
+def _finished(folder: Path, info: CaptureInfo, resume: bool) -> Captured | None:
     """A finished capture with these settings, if that is what is here; others are refused."""
-    path = folder / "capture.json"
-    if not path.exists():
+    if not (folder / FILE).exists():
         return None
-    before = load_artefact(path, "capture")
-    same = all(before.get(key) == meta[key] for key in meta if key != "versions")
+    before = CaptureInfo.load(folder)
+    same = before.same_work(info)
     if not resume or not same:
         raise ArtefactError(
             "there is a capture here already" + ("" if same else ", with other settings"),
             where=folder,
             fix="add --resume to go on with the same settings, or choose another --out",
         )
-    return Captured(folder, before["rows"], str(meta["note"])) if before["finished"] else None
+    return Captured(folder, before.rows, info.note) if before.finished else None
 
 
-def _prepare(folder: Path, meta: dict[str, Any]) -> Path:
+def _prepare(folder: Path, info: CaptureInfo) -> Path:
     """The staging folder, new or continued."""
-    save_artefact(folder / "capture.json", "capture", {**meta, "rows": {}, "finished": False})
+    info.save(folder)
     staging = folder / STAGING
     staging.mkdir(parents=True, exist_ok=True)
     return staging
 
 
-def _capture_group(
+def _capture_portion(
     model: PreTrainedModel,
     encoded: list[list[int]],
     first: int,
@@ -169,7 +158,7 @@ def _capture_group(
     settings: CaptureSettings,
     batch_size: int,
 ) -> None:
-    """Run one group of texts and put the kept vectors of each layer and kind on disk."""
+    """Run one portion of texts and put the kept vectors of each layer and kind on disk."""
     layers = sorted({head.layer for head in heads})
     found: dict[tuple[int, Kind], list[tuple[int, np.ndarray, np.ndarray]]] = {}
     for batch in batches(encoded, batch_size):
@@ -308,17 +297,17 @@ def _windows(model: PreTrainedModel) -> dict[int, int | None]:
     return {layer: window if kinds[layer] == "sliding_attention" else None for layer in layers}
 
 
-def _readme(meta: dict[str, Any]) -> str:
+def _readme(info: CaptureInfo) -> str:
     lines = [
-        f"# Queries and keys of {meta['model']['id']}",
+        f"# Queries and keys of {info.model.id}",
         "",
-        f"Captured with headwise {meta['versions'].get('headwise', '')}, {meta['capture_point']}.",
+        f"Captured with headwise {info.versions.get('headwise', '')}, {info.capture_point}.",
         "One Parquet file a layer, head and kind: `lLLhHH{q|k}/data.parquet` with the columns "
         "bucket, example_id, position, vector, sliding_window.",
-        str(meta["note"]),
+        info.note,
         "",
         "```json",
-        json.dumps({key: meta[key] for key in ("settings", "texts")}, indent=1),
+        json.dumps(to_plain({"settings": info.settings, "texts": info.texts}), indent=1),
         "```",
     ]
     return "\n".join(lines) + "\n"

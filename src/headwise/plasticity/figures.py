@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Float
@@ -19,7 +19,6 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
-from headwise.artefacts import load_artefact
 from headwise.drawing import (
     BLUE,
     CHANGE_COLOURS,
@@ -32,7 +31,8 @@ from headwise.drawing import (
 )
 from headwise.errors import ArtefactError
 from headwise.plasticity.run import Plasticity
-from headwise.plasticity.tables import Row, head_map
+from headwise.plasticity.tables import BucketRow, ComponentRow, head_map
+from headwise.plasticity.values import DistanceMap, PlasticitySummary
 
 Statistic = Literal["mean", "median"]
 
@@ -54,13 +54,13 @@ def _panel(figure: Figure, place: tuple[int, int, int], title: str, x: str, y: s
     return axes
 
 
-def head_profiles(buckets: Sequence[Row]) -> dict[tuple[int, int], np.ndarray]:
+def head_profiles(buckets: Sequence[BucketRow]) -> dict[tuple[int, int], np.ndarray]:
     """For each head its (position, plasticity) points: the mean over key buckets."""
     found: dict[tuple[int, int], dict[int, list[tuple[float, float]]]] = {}
     for row in buckets:
-        if row["plasticity"] is not None:
-            points = found.setdefault((row["layer"], row["q_head"]), {})
-            points.setdefault(row["q_bucket"], []).append((row["q_position"], row["plasticity"]))
+        if row.plasticity is not None:
+            points = found.setdefault((row.layer, row.q_head), {})
+            points.setdefault(row.q_bucket, []).append((row.q_position, row.plasticity))
     return {
         head: np.array([np.mean(points[bucket], axis=0) for bucket in sorted(points)])
         for head, points in found.items()
@@ -76,7 +76,7 @@ def trend_colour(points: Float[np.ndarray, "point 2"], change: float = TREND_CHA
     return BLUE if moved > change else RED if moved < -change else GREY
 
 
-def plot_positions(buckets: Sequence[Row], model: str) -> Figure:
+def plot_positions(buckets: Sequence[BucketRow], model: str) -> Figure:
     """Every head's plasticity along position, coloured by its trend, and the mean in black."""
     figure = new_figure(10, 6)
     title = f"Per-bucket attention plasticity: {model}"
@@ -84,12 +84,12 @@ def plot_positions(buckets: Sequence[Row], model: str) -> Figure:
     profiles = head_profiles(buckets)
     for points in profiles.values():
         axes.plot(*points.T, color=trend_colour(points), alpha=0.25, lw=0.8)
-    grouped: dict[int, list[tuple[float, float]]] = {}
+    by_bucket: dict[int, list[tuple[float, float]]] = {}
     for row in buckets:
-        if row["plasticity"] is not None:
-            grouped.setdefault(row["q_bucket"], []).append((row["q_position"], row["plasticity"]))
-    if grouped:
-        mean = np.array([np.mean(grouped[bucket], axis=0) for bucket in sorted(grouped)])
+        if row.plasticity is not None:
+            by_bucket.setdefault(row.q_bucket, []).append((row.q_position, row.plasticity))
+    if by_bucket:
+        mean = np.array([np.mean(by_bucket[bucket], axis=0) for bucket in sorted(by_bucket)])
         axes.plot(*mean.T, color="black", lw=2.5, label="mean over heads")
     for colour, name in ((BLUE, "rising"), (RED, "falling"), (GREY, "flat")):
         axes.plot([], [], color=colour, lw=1.5, label=name)
@@ -98,18 +98,18 @@ def plot_positions(buckets: Sequence[Row], model: str) -> Figure:
     return figure
 
 
-def plot_buckets(buckets: Sequence[Row], model: str, statistic: Statistic = "mean") -> Figure:
+def plot_buckets(buckets: Sequence[BucketRow], model: str, statistic: Statistic = "mean") -> Figure:
     """Cells over heads: query buckets are rows, key buckets columns; white is no cell."""
     figure = new_figure(8, 6)
     title = f"Attention plasticity by bucket ({statistic} over heads): {model}"
     axes = _panel(figure, (1, 1, 1), title, "Key pair bucket", "Query bucket")
-    q_buckets = sorted({row["q_bucket"] for row in buckets})
-    k_buckets = sorted({row["k_bucket"] for row in buckets})
+    q_buckets = sorted({row.q_bucket for row in buckets})
+    k_buckets = sorted({row.k_bucket for row in buckets})
     values: dict[tuple[int, int], list[float]] = {}
     for row in buckets:
-        if row["plasticity"] is not None:
-            place = q_buckets.index(row["q_bucket"]), k_buckets.index(row["k_bucket"])
-            values.setdefault(place, []).append(row["plasticity"])
+        if row.plasticity is not None:
+            place = q_buckets.index(row.q_bucket), k_buckets.index(row.k_bucket)
+            values.setdefault(place, []).append(row.plasticity)
     grid = np.full((len(q_buckets), len(k_buckets)), np.nan)
     for place, cell in values.items():
         grid[place] = np.mean(cell) if statistic == "mean" else np.median(cell)
@@ -121,14 +121,16 @@ def plot_buckets(buckets: Sequence[Row], model: str, statistic: Statistic = "mea
     return figure
 
 
-def plot_components(components: Sequence[Row], model: str, statistic: Statistic = "mean") -> Figure:
+def plot_components(
+    components: Sequence[ComponentRow], model: str, statistic: Statistic = "mean"
+) -> Figure:
     """Each component's share of the positional information, over heads."""
     figure = new_figure(10, 4)
     title = f"Positional information by component ({statistic} over heads): {model}"
     axes = _panel(figure, (1, 1, 1), title, "Component index", "Weight")
     weights: dict[int, list[float]] = {}
     for row in components:
-        weights.setdefault(row["component"], []).append(row["weight"])
+        weights.setdefault(row.component, []).append(row.weight)
     index = sorted(weights)
     summary = np.mean if statistic == "mean" else np.median
     heights = [float(summary(weights[component])) for component in index]
@@ -150,26 +152,25 @@ def plot_heads(values: Sequence[Sequence[float | None]], model: str) -> Figure:
     return figure
 
 
-def plot_distances(distances: dict[str, Any], model: str) -> Figure:
+def plot_distances(distances: DistanceMap, model: str) -> Figure:
     """Plasticity by distance between the two keys and distance of the query from them."""
     figure = new_figure(7, 5)
     title = f"Plasticity by inter-key distance: {model}"
     axes = _panel(figure, (1, 1, 1), title, "Query to keys (tokens, from)", "Between keys (from)")
-    grid = _array(distances["plasticity"])
+    grid = _array(distances.plasticity)
     if grid.size:
         image = axes.imshow(grid, origin="lower", aspect="auto", cmap=CELL_COLOURS)
         axes.set_xticks(
-            range(grid.shape[1]), [str(v) for v in distances["query_distance"]], rotation=45
+            range(grid.shape[1]), [str(v) for v in distances.query_distance], rotation=45
         )
-        axes.set_yticks(range(grid.shape[0]), [str(v) for v in distances["key_distance"]])
+        axes.set_yticks(range(grid.shape[0]), [str(v) for v in distances.key_distance])
         figure.colorbar(image, ax=axes, label="Attention plasticity")
     return figure
 
 
 def plot_before_and_after(before: Path, after: Path) -> Figure:
     """Two runs' `plasticity.json` side by side as head maps, and the difference."""
-    loaded = [load_artefact(Path(path), "plasticity") for path in (before, after)]
-    grids = [_array(artefact["maps"]["plasticity"]) for artefact in loaded]
+    grids = [_array(PlasticitySummary.load(p).maps.plasticity) for p in (before, after)]
     if grids[0].shape != grids[1].shape or not grids[0].size:
         shapes = " and ".join(str(grid.shape) for grid in grids)
         raise ArtefactError(f"cannot compare head maps of shapes {shapes}", where=after)

@@ -1,6 +1,6 @@
 """One unit of work: a key head with the query heads that use it, from files to numbers.
 
-Keys are read, oriented and differenced once for the whole group; each block of differences is then
+Keys are read, oriented and differenced once for the whole group; each batch of differences is then
 scored by every query head. A query head that cannot be used is reported and does not stop the
 others.
 
@@ -17,12 +17,12 @@ from jaxtyping import Float
 
 from headwise.errors import ArtefactError, HeadwiseError
 from headwise.plasticity.key_pairs import (
-    KeyGroups,
-    PairBlock,
+    PairBatch,
+    SortedKeys,
     draw_public_pairs,
-    group_keys,
-    listed_block,
-    pair_blocks,
+    listed_batch,
+    pair_batches,
+    sort_keys,
 )
 from headwise.plasticity.normality import (
     describe_noise,
@@ -44,7 +44,7 @@ from headwise.plasticity.settings import PlasticitySettings
 from headwise.plasticity.tally import (
     GRADIENT_PAIRS,
     HeadCells,
-    Judge,
+    Scoring,
     Tally,
     choose_documents,
     document_index,
@@ -54,8 +54,9 @@ from headwise.plasticity.tally import (
     plasticity_of,
     preference_gradient,
 )
+from headwise.plasticity.values import HeadFailure, QueryMetrics
 
-EMPIRICAL_PAIRS = 512  # judged at a time: pairs x queries of a bucket must stay small
+EMPIRICAL_PAIRS = 512  # scored at a time: pairs x queries of a bucket must stay small
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class HeadResult:
     layer: int
     q_head: int
     k_head: int
-    metrics: dict[str, float]
+    metrics: QueryMetrics
     r2: Float[np.ndarray, " dim"]  # of each oriented component on position
     fifths: dict[int, list[int]]  # each query bucket's queries by fifth of the position range
     tau: dict[int, float]  # each query bucket's mean position
@@ -73,18 +74,9 @@ class HeadResult:
 
 
 @dataclass(frozen=True)
-class HeadFailure:
-    """A head that could not be measured, and why."""
-
-    layer: int
-    q_head: int
-    reason: str
-
-
-@dataclass(frozen=True)
 class _Prepared:
     q_head: int
-    metrics: dict[str, float]
+    metrics: QueryMetrics
     fit: PositionFit
     fifths: dict[int, list[int]]
     tally: Tally
@@ -115,21 +107,21 @@ def analyse_group(
 
 def _read_keys(
     folder: QKFolder, group: HeadGroup, settings: PlasticitySettings
-) -> tuple[KeyGroups, Float[np.ndarray, " dim"]]:
+) -> tuple[SortedKeys, Float[np.ndarray, " dim"]]:
     path = folder.file(group.layer, group.k_head, "k")
     table = read_vectors(path, max_rows=settings.max_tokens_per_head, seed=settings.seed)
     whole = table
     if settings.draws_as_public_code and len(table.bucket) == settings.max_tokens_per_head:
         whole = read_vectors(path)  # the public code looks before it samples
     signs = orientation_of(whole)
-    return group_keys(table, signs), signs
+    return sort_keys(table, signs), signs
 
 
 def _prepare(
     folder: QKFolder,
     group: HeadGroup,
     q_head: int,
-    keys: KeyGroups,
+    keys: SortedKeys,
     signs: Float[np.ndarray, " dim"],
     settings: PlasticitySettings,
 ) -> _Prepared:
@@ -143,10 +135,9 @@ def _prepare(
         )
     queries = sort_queries(table, signs)
     rotation = rotate_queries(queries, public=settings.definition == "linear-diagonal")
-    metrics = _describe(queries, rotation, settings)
-    metrics |= {"n_q_tokens": len(table.bucket), "n_k_tokens": len(keys.example)}
-    judge = _make_judge(queries, rotation, keys, table.window, settings)
-    return _Prepared(q_head, metrics, rotation.fit, _count_by_fifth(queries), Tally(judge, keys))
+    metrics = _describe(queries, rotation, len(keys.example), settings)
+    scoring = _make_scoring(queries, rotation, keys, table.window, settings)
+    return _Prepared(q_head, metrics, rotation.fit, _count_by_fifth(queries), Tally(scoring, keys))
 
 
 def _count_by_fifth(queries: Queries) -> dict[int, list[int]]:
@@ -158,8 +149,8 @@ def _count_by_fifth(queries: Queries) -> dict[int, list[int]]:
 
 
 def _describe(
-    queries: Queries, rotation: Rotation, settings: PlasticitySettings
-) -> dict[str, float]:
+    queries: Queries, rotation: Rotation, num_keys: int, settings: PlasticitySettings
+) -> QueryMetrics:
     """The head's row of metrics but for the plasticity itself."""
     place = predict_positions(queries, rotation)
     fit, residual = rotation.fit, rotation.residual
@@ -175,37 +166,39 @@ def _describe(
         alpha=settings.p_alpha,
         seed=settings.seed,
     )
-    return {
-        "d_model": len(fit.beta),
-        "q_R2_pos": float(np.nanmean(fit.r2)),
-        "q_beta_norm": float(np.linalg.norm(fit.beta)),
-        "q_R2_scalar": place.r2,
-        "q_mae_baseline": place.mae_baseline,
-        "q_mae_proj": place.mae_projection,
-        "q_mae_ratio": place.mae_ratio,
-        "q_resid0_skew": skew,
-        "q_resid0_kurt": kurtosis,
-        "q_resid0_ks_p": float(ks_p_values(np.array([distance]), len(residual))[0]),
-        "q_noise_med_abs_skew": noise.median_abs_skew,
-        "q_noise_med_abs_kurt": noise.median_abs_kurtosis,
-        "q_noise_med_ks_p": noise.median_ks_p,
-        "q_noise_frac_ks_p_lt_alpha": noise.rejected_by_ks,
-        "q_resid0_lilliefors_p": float(lilliefors_p_values(np.array([distance]), len(residual))[0]),
-        "q_noise_med_lilliefors_p": noise.median_lilliefors_p,
-        "q_noise_frac_lilliefors_p_lt_alpha": noise.rejected_by_lilliefors,
-    }
+    return QueryMetrics(
+        n_q_tokens=len(queries.position),
+        n_k_tokens=num_keys,
+        d_model=len(fit.beta),
+        q_R2_pos=float(np.nanmean(fit.r2)),
+        q_beta_norm=float(np.linalg.norm(fit.beta)),
+        q_R2_scalar=place.r2,
+        q_mae_baseline=place.mae_baseline,
+        q_mae_proj=place.mae_projection,
+        q_mae_ratio=place.mae_ratio,
+        q_resid0_skew=skew,
+        q_resid0_kurt=kurtosis,
+        q_resid0_ks_p=float(ks_p_values(np.array([distance]), len(residual))[0]),
+        q_noise_med_abs_skew=noise.median_abs_skew,
+        q_noise_med_abs_kurt=noise.median_abs_kurtosis,
+        q_noise_med_ks_p=noise.median_ks_p,
+        q_noise_frac_ks_p_lt_alpha=noise.rejected_by_ks,
+        q_resid0_lilliefors_p=float(lilliefors_p_values(np.array([distance]), len(residual))[0]),
+        q_noise_med_lilliefors_p=noise.median_lilliefors_p,
+        q_noise_frac_lilliefors_p_lt_alpha=noise.rejected_by_lilliefors,
+    )
 
 
-def _make_judge(
+def _make_scoring(
     queries: Queries,
     rotation: Rotation,
-    keys: KeyGroups,
+    keys: SortedKeys,
     window: int | None,
     settings: PlasticitySettings,
-) -> Judge:
+) -> Scoring:
     model = build_model(settings.definition, queries, rotation)
     documents, num_documents = choose_documents(keys.example, queries.example)
-    return Judge(
+    return Scoring(
         definition=settings.definition,
         buckets=queries.buckets,
         counts=queries.counts,
@@ -221,52 +214,52 @@ def _make_judge(
 
 
 def _score_together(
-    tallies: list[Tally], group: HeadGroup, keys: KeyGroups, settings: PlasticitySettings
+    tallies: list[Tally], group: HeadGroup, keys: SortedKeys, settings: PlasticitySettings
 ) -> None:
-    """Every block of key pairs is made once and scored by all heads of the group."""
+    """Every batch of key pairs is made once and scored by all heads of the group."""
     limit = settings.max_pairs if settings.pairs == "all" else settings.pairs
     for index, bucket in enumerate(keys.buckets.tolist()):
-        if not any(len(tally.judge.columns(index)) for tally in tallies):
+        if not any(len(tally.scoring.columns(index)) for tally in tallies):
             continue
         seed = (settings.seed, group.layer, group.k_head, abs(bucket))
-        _, size = keys.groups_of(index)
+        _, size = keys.passages_of(index)
         total = min(limit, int((size * (size - 1) // 2).sum()))
-        for block in pair_blocks(keys, index, limit=limit, seed=seed):
+        for batch in pair_batches(keys, index, limit=limit, seed=seed):
             for tally in tallies:
-                _score_block(tally, index, block, share=len(block.identical) / total)
+                _score_batch(tally, index, batch, share=len(batch.identical) / total)
         for tally in tallies:
             tally.close(index)
 
 
-def _score_block(tally: Tally, index: int, block: PairBlock, *, share: float) -> None:
-    columns = tally.judge.columns(index)
+def _score_batch(tally: Tally, index: int, batch: PairBatch, *, share: float) -> None:
+    columns = tally.scoring.columns(index)
     if len(columns) == 0:
         return
-    if tally.judge.queries is not None:
-        _score_empirically(tally, index, block, tally.judge.queries, share)
+    if tally.scoring.queries is not None:
+        _score_empirically(tally, index, batch, tally.scoring.queries, share)
         return
     tally.add(
-        index, block, columns, plasticity_of(*pair_moments(block, tally.judge.model, columns))
+        index, batch, columns, plasticity_of(*pair_moments(batch, tally.scoring.model, columns))
     )
-    if tally.judge.probes:
-        step = -(-len(block.identical) // max(1, round(GRADIENT_PAIRS * share)))
-        pick = np.arange(0, len(block.identical), step)
-        gradients = preference_gradient(block, tally.judge.model, columns, pick)
+    if tally.scoring.probes:
+        step = -(-len(batch.identical) // max(1, round(GRADIENT_PAIRS * share)))
+        pick = np.arange(0, len(batch.identical), step)
+        gradients = preference_gradient(batch, tally.scoring.model, columns, pick)
         for column, (by_mean, by_covariance) in zip(columns.tolist(), gradients, strict=True):
             tally.add_moment_influence(column, by_mean, by_covariance, share)
 
 
 def _score_empirically(
-    tally: Tally, index: int, block: PairBlock, queries: Queries, share: float
+    tally: Tally, index: int, batch: PairBatch, queries: Queries, share: float
 ) -> None:
     """Count, for every pair, the bucket's own queries that prefer its first key."""
-    differences = block.differences()
-    for column in tally.judge.columns(index).tolist():
+    differences = batch.differences()
+    for column in tally.scoring.columns(index).tolist():
         rows = queries.rows(column)
         p, effect = _preferences(differences, queries.vectors[:, rows].astype(np.float64))
         scale = len(effect) / (len(effect) - 1)
-        tally.add(index, block, np.array([column]), (4.0 * scale * p * (1.0 - p))[None])
-        place = document_index(queries.example[rows], tally.judge.documents)
+        tally.add(index, batch, np.array([column]), (4.0 * scale * p * (1.0 - p))[None])
+        place = document_index(queries.example[rows], tally.scoring.documents)
         tally.add_query_influence(column, scale * effect, place, share)
 
 
@@ -285,29 +278,29 @@ def _preferences(
 
 
 def _score_as_public_code(
-    head: _Prepared, group: HeadGroup, keys: KeyGroups, settings: PlasticitySettings
+    head: _Prepared, group: HeadGroup, keys: SortedKeys, settings: PlasticitySettings
 ) -> None:
     """Draw and score cell by cell, in the order that fixes the public code's random numbers."""
     assert settings.pairs != "all"
     rng = np.random.default_rng(settings.seed + 10007 * group.layer + 379 * head.q_head)
-    judge = head.tally.judge
-    drawn: dict[tuple[int, int], PairBlock] = {}
-    for column, index in np.argwhere(judge.open).tolist():
-        start, size = keys.groups_of(index)
+    scoring = head.tally.scoring
+    drawn: dict[tuple[int, int], PairBatch] = {}
+    for column, index in np.argwhere(scoring.open).tolist():
+        start, size = keys.passages_of(index)
         if len(size):
             first, second = draw_public_pairs(rng, start, size, settings.pairs)
-            drawn[column, index] = listed_block(keys, first, second)
+            drawn[column, index] = listed_batch(keys, first, second)
     for index in range(len(keys.buckets)):
-        for (column, at), block in drawn.items():
+        for (column, at), batch in drawn.items():
             if at == index:
                 columns = np.array([column])
-                values = plasticity_of(*pair_moments(block, judge.model, columns))
-                head.tally.add(index, block, columns, values)
+                values = plasticity_of(*pair_moments(batch, scoring.model, columns))
+                head.tally.add(index, batch, columns, values)
         head.tally.close(index)
 
 
 def _result(group: HeadGroup, head: _Prepared) -> HeadResult:
-    judge = head.tally.judge
+    scoring = head.tally.scoring
     return HeadResult(
         layer=group.layer,
         q_head=head.q_head,
@@ -315,6 +308,6 @@ def _result(group: HeadGroup, head: _Prepared) -> HeadResult:
         metrics=head.metrics,
         r2=head.fit.r2,
         fifths=head.fifths,
-        tau={int(b): float(t) for b, t in zip(judge.buckets, judge.tau, strict=True)},
+        tau={int(b): float(t) for b, t in zip(scoring.buckets, scoring.tau, strict=True)},
         cells=head.tally.settle(),
     )

@@ -1,11 +1,11 @@
 """Pairs of keys between which a query chooses: enumerated once for a key head, or sampled.
 
-An admissible pair is two keys of one document inside one key bucket. A group of n such keys has
-n(n-1)/2 pairs but only n-1 independent differences, so a `PairBlock` holds the differences to the
-group's first key (each is a pair itself) and lists the other pairs as differences of those: the
+An admissible pair is two keys of one passage: one document inside one key bucket. n such keys have
+n(n-1)/2 pairs but only n-1 independent differences, so a `PairBatch` holds the differences to the
+passage's first key (each is a pair itself) and lists the other pairs as differences of those: the
 expensive products with d x d matrices are done on n-1 rows instead of n(n-1)/2.
 
-Invariant: with "all", each unordered pair appears exactly once over the blocks of a bucket.
+Invariant: with "all", each unordered pair appears exactly once over the batches of a bucket.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from jaxtyping import Bool, Float, Float32, Int, Int64
 
 from headwise.plasticity.reader import VectorTable
 
-BLOCK_PAIRS = 8192  # a block's arrays then stay within a few MB, and near the cache
+BATCH_PAIRS = 8192  # a batch's arrays then stay within a few MB, and near the cache
 
 
 @dataclass(frozen=True)
-class KeyGroups:
+class SortedKeys:
     """Keys sorted by bucket and, inside it, by document in order of first appearance."""
 
     vectors: Float32[np.ndarray, "key dim"]
@@ -30,18 +30,19 @@ class KeyGroups:
     example: Int64[np.ndarray, " key"]
     buckets: Int64[np.ndarray, " bucket"]  # distinct key buckets, ascending
     bucket_start: Int64[np.ndarray, " bucket_and_one"]  # rows of bucket i: start[i] to start[i+1]
-    group_start: Int64[np.ndarray, " group"]  # rows of one (bucket, document)
-    group_size: Int64[np.ndarray, " group"]
+    passage_start: Int64[np.ndarray, " passage"]  # rows of one (bucket, document)
+    passage_size: Int64[np.ndarray, " passage"]
 
-    def groups_of(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Start and size of the groups of two keys or more in one bucket."""
+    def passages_of(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Start and size of the passages of two keys or more in one bucket."""
         low, high = self.bucket_start[index], self.bucket_start[index + 1]
-        inside = (self.group_start >= low) & (self.group_start < high) & (self.group_size >= 2)
-        return self.group_start[inside], self.group_size[inside]
+        start, size = self.passage_start, self.passage_size
+        inside = (start >= low) & (start < high) & (size >= 2)
+        return start[inside], size[inside]
 
 
 @dataclass(frozen=True)
-class PairBlock:
+class PairBatch:
     """Some pairs of one key bucket: each row of `base`, then `base[first] - base[second]`."""
 
     base: Float[np.ndarray, "base dim"]
@@ -56,13 +57,13 @@ class PairBlock:
         """Every pair's difference, written out."""
         return np.concatenate([self.base, self.base[self.first] - self.base[self.second]])
 
-    def picked(self, pairs: Int64[np.ndarray, " chosen"]) -> PairBlock:
+    def picked(self, pairs: Int64[np.ndarray, " chosen"]) -> PairBatch:
         """Some of the pairs, ascending, each written out as a row of `base`."""
         split = int(np.searchsorted(pairs, len(self.base)))
         extra = pairs[split:] - len(self.base)
         apart = self.base[self.first[extra]] - self.base[self.second[extra]]
         none = np.empty(0, dtype=np.int64)
-        return PairBlock(
+        return PairBatch(
             np.concatenate([self.base[pairs[:split]], apart]),
             none,
             none,
@@ -73,51 +74,51 @@ class PairBlock:
         )
 
 
-def group_keys(keys: VectorTable, signs: Float[np.ndarray, " dim"]) -> KeyGroups:
-    """Sort keys into groups and orient them; the order inside a group is the order of the rows."""
+def sort_keys(keys: VectorTable, signs: Float[np.ndarray, " dim"]) -> SortedKeys:
+    """Sort keys into passages and orient them; inside a passage the order of the rows stays."""
     row = np.arange(len(keys.bucket))
     by_pair = np.lexsort((row, keys.example, keys.bucket))
     bucket, example = keys.bucket[by_pair], keys.example[by_pair]
     opens = np.ones(len(row), dtype=bool)
     opens[1:] = (bucket[1:] != bucket[:-1]) | (example[1:] != example[:-1])
-    first_row = by_pair[opens][np.cumsum(opens) - 1]  # stable sort: a group's first is its earliest
+    first_row = by_pair[opens][np.cumsum(opens) - 1]  # stable sort: the first is the earliest
     order = by_pair[np.lexsort((by_pair, first_row, bucket))]
     bucket, example = keys.bucket[order], keys.example[order]
     start = np.flatnonzero(np.r_[True, (bucket[1:] != bucket[:-1]) | (example[1:] != example[:-1])])
     buckets, bucket_start = np.unique(bucket, return_index=True)
     vectors = np.take(keys.vectors, order, axis=0)
     vectors *= signs.astype(np.float32)
-    return KeyGroups(
+    return SortedKeys(
         vectors=vectors,
         position=keys.position[order],
         example=example,
         buckets=buckets,
         bucket_start=np.append(bucket_start, len(row)),
-        group_start=start,
-        group_size=np.diff(np.append(start, len(row))),
+        passage_start=start,
+        passage_size=np.diff(np.append(start, len(row))),
     )
 
 
-def pair_blocks(
-    keys: KeyGroups, index: int, *, limit: int, seed: Sequence[int]
-) -> Iterator[PairBlock]:
+def pair_batches(
+    keys: SortedKeys, index: int, *, limit: int, seed: Sequence[int]
+) -> Iterator[PairBatch]:
     """The pairs of key bucket `index`: all of them if at most `limit`, else a sample of `limit`."""
-    start, size = keys.groups_of(index)
+    start, size = keys.passages_of(index)
     total = int((size * (size - 1) // 2).sum())
     if total > limit:
-        yield from _sampled_blocks(keys, start, size, limit, seed)
+        yield from _sampled_batches(keys, start, size, limit, seed)
         return
     count = np.cumsum(size * (size - 1) // 2)
-    cuts = np.searchsorted(count, np.arange(BLOCK_PAIRS, total, BLOCK_PAIRS))
+    cuts = np.searchsorted(count, np.arange(BATCH_PAIRS, total, BATCH_PAIRS))
     for begin, end in zip(np.r_[0, cuts], np.r_[cuts, len(size)], strict=True):
         if end > begin:
-            yield _enumerated_block(keys, start[begin:end], size[begin:end])
+            yield _enumerated_batch(keys, start[begin:end], size[begin:end])
 
 
-def _enumerated_block(
-    keys: KeyGroups, start: Int64[np.ndarray, " group"], size: Int64[np.ndarray, " group"]
-) -> PairBlock:
-    """All pairs of some groups; groups of one size are laid out together, without a Python loop."""
+def _enumerated_batch(
+    keys: SortedKeys, start: Int64[np.ndarray, " passage"], size: Int64[np.ndarray, " passage"]
+) -> PairBatch:
+    """All pairs of some passages; those of one size are laid out together, without a loop."""
     anchor, other, first, second = [], [], [], []
     offset = 0
     for n in np.unique(size).tolist():
@@ -133,51 +134,51 @@ def _enumerated_block(
     a, b = np.concatenate(anchor), np.concatenate(other)
     i, j = np.concatenate(first), np.concatenate(second)
     rows_a, rows_b = np.concatenate([a, b[j]]), np.concatenate([b, b[i]])
-    return _block(keys, a, b, (i, j), (rows_a, rows_b))
+    return _batch(keys, a, b, (i, j), (rows_a, rows_b))
 
 
-def _sampled_blocks(
-    keys: KeyGroups,
-    start: Int64[np.ndarray, " group"],
-    size: Int64[np.ndarray, " group"],
+def _sampled_batches(
+    keys: SortedKeys,
+    start: Int64[np.ndarray, " passage"],
+    size: Int64[np.ndarray, " passage"],
     limit: int,
     seed: Sequence[int],
-) -> Iterator[PairBlock]:
+) -> Iterator[PairBatch]:
     """Distinct pairs, uniformly without replacement: draw ranks, then find the pair of each."""
     count = np.cumsum(size * (size - 1) // 2)
     rank = np.sort(np.random.default_rng(seed).choice(int(count[-1]), limit, replace=False))
-    group = np.searchsorted(count, rank, side="right")
-    local = rank - np.where(group > 0, count[group - 1], 0)
-    # Inside a group, rank r is the pair low < high with r = C(high, 2) + low.
+    passage = np.searchsorted(count, rank, side="right")
+    local = rank - np.where(passage > 0, count[passage - 1], 0)
+    # Inside a passage, rank r is the pair low < high with r = C(high, 2) + low.
     high = ((1 + np.sqrt(1 + 8 * local.astype(np.float64))) / 2).astype(np.int64)
     high -= high * (high - 1) // 2 > local  # the square root may round either way
     high += high * (high + 1) // 2 <= local
     low = local - high * (high - 1) // 2
-    a, b = start[group] + low, start[group] + high
-    for begin in range(0, limit, BLOCK_PAIRS):
-        part = slice(begin, begin + BLOCK_PAIRS)
-        yield listed_block(keys, a[part], b[part])
+    a, b = start[passage] + low, start[passage] + high
+    for begin in range(0, limit, BATCH_PAIRS):
+        part = slice(begin, begin + BATCH_PAIRS)
+        yield listed_batch(keys, a[part], b[part])
 
 
-def listed_block(
-    keys: KeyGroups, a: Int64[np.ndarray, " pair"], b: Int64[np.ndarray, " pair"]
-) -> PairBlock:
-    """A block of given pairs of rows; the difference is `a - b`."""
+def listed_batch(
+    keys: SortedKeys, a: Int64[np.ndarray, " pair"], b: Int64[np.ndarray, " pair"]
+) -> PairBatch:
+    """A batch of given pairs of rows; the difference is `a - b`."""
     none = np.empty(0, dtype=np.int64)
-    return _block(keys, b, a, (none, none), (b, a))
+    return _batch(keys, b, a, (none, none), (b, a))
 
 
-def _block(
-    keys: KeyGroups,
+def _batch(
+    keys: SortedKeys,
     anchor: Int64[np.ndarray, " base"],
     other: Int64[np.ndarray, " base"],
     extra: tuple[Int64[np.ndarray, " extra"], Int64[np.ndarray, " extra"]],
     rows: tuple[Int64[np.ndarray, " pair"], Int64[np.ndarray, " pair"]],
-) -> PairBlock:
+) -> PairBatch:
     base = np.subtract(keys.vectors[other], keys.vectors[anchor], dtype=np.float64)
     first, second = extra
     p, q = keys.position[rows[0]], keys.position[rows[1]]
-    return PairBlock(
+    return PairBatch(
         base=base,
         first=first,
         second=second,
@@ -203,11 +204,11 @@ def _identical(
 
 def draw_public_pairs(
     rng: np.random.Generator,
-    start: Int64[np.ndarray, " group"],
-    size: Int64[np.ndarray, " group"],
+    start: Int64[np.ndarray, " passage"],
+    size: Int64[np.ndarray, " passage"],
     num_pairs: int,
 ) -> tuple[Int64[np.ndarray, " pair"], Int64[np.ndarray, " pair"]]:
-    """Draw pairs as the public code does: with replacement, two generator calls a pair.
+    """Draw pairs as the public code does: with replacement, two generator calls per pair.
 
     The calls and their order are part of the definition: they decide every later draw.
     """
@@ -215,8 +216,8 @@ def draw_public_pairs(
     total = int(count[-1])
     first, second = [], []
     for _ in range(min(num_pairs, total)):
-        group = int(np.searchsorted(count, rng.integers(total), side="right"))
-        one, two = rng.choice(int(size[group]), 2, replace=False)
-        first.append(start[group] + one)
-        second.append(start[group] + two)
+        passage = int(np.searchsorted(count, rng.integers(total), side="right"))
+        one, two = rng.choice(int(size[passage]), 2, replace=False)
+        first.append(start[passage] + one)
+        second.append(start[passage] + two)
     return np.asarray(first, dtype=np.int64), np.asarray(second, dtype=np.int64)

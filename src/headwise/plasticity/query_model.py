@@ -13,16 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 from jaxtyping import Float, Float32, Int64
 from scipy import linalg
 
 from headwise.plasticity.reader import VectorTable
-
-Definition = Literal["seed", "full", "empirical", "linear-diagonal"]
-
+from headwise.plasticity.settings import Definition
 
 _PART = 512  # rows turned at a time: a transpose is quick inside the cache
 
@@ -99,7 +96,7 @@ class Reflection:
             yield self.flip * rotated if index == 0 else rotated
 
     def matrix(self) -> Float[np.ndarray, "dim dim"]:
-        """H written out, one basis vector a column."""
+        """H written out, one basis vector per column."""
         basis: np.ndarray = np.eye(len(self.v)) - 2 * np.outer(self.v, self.v)
         basis[:, 0] *= self.flip
         return basis

@@ -1,7 +1,7 @@
 """Captured query and key vectors: finding the files, checking them, reading them as arrays.
 
 The `sniffed-qk` layout keeps one Parquet file for each layer, head and kind,
-`lLLhHH{q|k}/data.parquet`, directly under a folder (since 2026) or under one folder a model
+`lLLhHH{q|k}/data.parquet`, directly under a folder (since 2026) or under one folder per model
 (before). Files are read batch by batch straight into float32 arrays, so memory is bounded
 by the rows kept, not by the file.
 
@@ -23,9 +23,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from jaxtyping import Bool, Float, Float32, Int, Int64
 
-from headwise.artefacts import load_artefact
 from headwise.errors import ArtefactError, SettingsError
 from headwise.heads import Head
+from headwise.plasticity.capture_info import FILE as CAPTURE, CaptureInfo
 
 FILE = "data.parquet"
 
@@ -60,13 +60,24 @@ class HeadGroup:
 
 
 @dataclass(frozen=True)
+class CaptureTold:
+    """What a capture wrote about itself; None is what it did not say."""
+
+    model_name: str | None = None
+    num_q_heads: int | None = None
+    num_k_heads: int | None = None
+    heads: tuple[Head, ...] = ()  # named one by one, if any
+    sampled: bool = False  # a choice of heads, so that gaps are no losses
+
+
+@dataclass(frozen=True)
 class QKFolder:
     """A folder of head folders, and which (layer, head) it has of each kind."""
 
     path: Path
     queries: frozenset[tuple[int, int]]
     keys: frozenset[tuple[int, int]]
-    metadata: dict[str, Any]
+    told: CaptureTold
 
     def file(self, layer: int, head: int, kind: str) -> Path:
         """Where the vectors of one head are."""
@@ -75,12 +86,7 @@ class QKFolder:
     @property
     def model(self) -> str:
         """The model's name as the capture tells it, else the folder's."""
-        return str(self.metadata.get("model_name") or self.path.name)
-
-    @property
-    def sampled(self) -> bool:
-        """Whether the capture says that it holds a choice of heads, so that gaps are no losses."""
-        return any(name.startswith("head_sampling") for name in self.metadata)
+        return self.told.model_name or self.path.name
 
 
 def find_heads(root: Path, model_dir: str | None = None) -> QKFolder:
@@ -117,28 +123,47 @@ def _scan(path: Path) -> QKFolder | None:
     heads = [(int(match[1]), int(match[2]), match[3]) for match in matches]
     queries = frozenset((layer, head) for layer, head, kind in heads if kind == "q")
     keys = frozenset((layer, head) for layer, head, kind in heads if kind == "k")
-    return QKFolder(path, queries, keys, _metadata(path))
+    return QKFolder(path, queries, keys, _told(path))
 
 
-def _metadata(path: Path) -> dict[str, Any]:
-    """What the capture wrote about itself, if it did: qk-sniffer's state file or headwise's."""
-    if (path / "capture.json").exists():
-        capture = load_artefact(path / "capture.json", "capture")
-        if not capture.get("finished", True):
-            raise ArtefactError(
-                "the capture is not finished", where=path, fix="`headwise capture ... --resume`"
-            )
-        model = capture.get("model", {})
-        counts = {"num_q_heads": model.get("num_heads"), "num_k_heads": model.get("num_kv_heads")}
-        return {"model_name": model.get("id"), "heads": capture.get("heads"), **counts}
+def _told(path: Path) -> CaptureTold:
+    """What the capture wrote about itself, if it did: headwise's file or qk-sniffer's state."""
+    if not (path / CAPTURE).exists():
+        return _sniffer_state(path / "_saver_state.json")
+    capture = CaptureInfo.load(path)
+    if not capture.finished:
+        raise ArtefactError(
+            "the capture is not finished", where=path, fix="`headwise capture ... --resume`"
+        )
+    return CaptureTold(
+        model_name=capture.model.id,
+        num_q_heads=capture.model.num_heads,
+        num_k_heads=capture.model.num_kv_heads,
+        heads=tuple(Head.parse(name) for name in capture.heads),
+        sampled=capture.head_sampling is not None,
+    )
+
+
+def _sniffer_state(path: Path) -> CaptureTold:
+    """qk-sniffer's state file: another program's, so that what it lacks is discovered instead."""
     try:
-        state = json.loads((path / "_saver_state.json").read_text(encoding="utf-8"))
+        state = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
-        return {}
+        return CaptureTold()
     metadata = state.get("model_metadata") if isinstance(state, dict) else None
     if not isinstance(metadata, dict):
-        return {}
-    return {"model_name": state.get("model_name"), **metadata}
+        return CaptureTold()
+    name = metadata.get("model_name", state.get("model_name"))
+    return CaptureTold(
+        model_name=str(name) if name else None,
+        num_q_heads=_positive(metadata.get("num_q_heads")),
+        num_k_heads=_positive(metadata.get("num_k_heads")),
+        sampled=any(key.startswith("head_sampling") for key in metadata),
+    )
+
+
+def _positive(value: object) -> int | None:
+    return value if isinstance(value, int) and value > 0 else None
 
 
 def group_heads(
@@ -154,17 +179,16 @@ def group_heads(
     by whoever reads it. A capture that says which heads it took lists those; one that only says
     that it sampled lists what it has.
     """
-    num_q = num_q_heads or _count(folder, "num_q_heads", folder.queries)
-    num_k = num_k_heads or _count(folder, "num_k_heads", folder.keys)
+    num_q = num_q_heads or folder.told.num_q_heads or _count(folder, "query", folder.queries)
+    num_k = num_k_heads or folder.told.num_k_heads or _count(folder, "key", folder.keys)
     size = _group_size(
         folder, num_q, num_k, given=num_q_heads is not None and num_k_heads is not None
     )
     if num_layers is not None:
         heads = {(layer, head) for layer in range(num_layers) for head in range(num_q)}
-    elif folder.metadata.get("heads"):
-        named = [Head.parse(name) for name in folder.metadata["heads"]]
-        heads = {(head.layer, head.index) for head in named}
-    elif folder.sampled:
+    elif folder.told.heads:
+        heads = {(head.layer, head.index) for head in folder.told.heads}
+    elif folder.told.sampled:
         heads = set(folder.queries)
     else:
         layers = {layer for layer, _ in folder.queries | folder.keys}
@@ -175,12 +199,8 @@ def group_heads(
     return [HeadGroup(layer, k_head, tuple(qs)) for (layer, k_head), qs in grouped.items()]
 
 
-def _count(folder: QKFolder, name: str, heads: frozenset[tuple[int, int]]) -> int:
-    told = folder.metadata.get(name)
-    if isinstance(told, int) and told > 0:
-        return told
+def _count(folder: QKFolder, kind: str, heads: frozenset[tuple[int, int]]) -> int:
     if not heads:
-        kind = "query" if name == "num_q_heads" else "key"
         raise ArtefactError(f"no {kind} vectors here", where=folder.path, fix="capture both kinds")
     return 1 + max(head for _, head in heads)
 
@@ -227,11 +247,11 @@ def read_vectors(path: Path, *, max_rows: int | None = None, seed: int = 0) -> V
     columns = {name: np.empty(kept, dtype=np.int64) for name in COLUMNS[:3]}
     start = 0
     windows: set[int | None] = set()
-    for part, block in _batches(file, path, dim):
-        place = target[start : start + len(block)]
-        start += len(block)
+    for part, rows in _batches(file, path, dim):
+        place = target[start : start + len(rows)]
+        start += len(rows)
         keep = place < num_rows
-        vectors[place[keep]] = block[keep]
+        vectors[place[keep]] = rows[keep]
         for name, values in columns.items():
             values[place[keep]] = _integers(part, name, path)[keep]
         windows |= _windows(part, keep, path)
@@ -316,17 +336,17 @@ def _matrix(part: Any, path: Path, dim: int) -> Float32[np.ndarray, "row dim"]:
     flat = column.values.slice(column.offset * dim, len(column) * dim)
     if column.null_count or flat.null_count:
         raise ArtefactError("column vector holds nulls", where=path, fix="capture this head again")
-    block = np.asarray(_view(flat), dtype=np.float32).reshape(-1, dim)
+    rows = np.asarray(_view(flat), dtype=np.float32).reshape(-1, dim)
     # A sum is finite unless a term is not, or it overflows: only then look at each value.
-    if not np.isfinite(block.sum()):
-        bad = int((~np.isfinite(block)).any(axis=1).sum())
+    if not np.isfinite(rows.sum()):
+        bad = int((~np.isfinite(rows)).any(axis=1).sum())
         if bad:
             raise ArtefactError(
                 f"at least {bad} vectors hold NaN or infinity",
                 where=path,
                 fix="capture this head again; float16 overflows in some models, try float32",
             )
-    return block
+    return rows
 
 
 def _integers(part: Any, name: str, path: Path) -> Int[np.ndarray, " row"]:

@@ -19,23 +19,25 @@ from typing import Any
 
 import joblib
 
-from headwise.artefacts import content_hash, load_artefact, save_artefact
+from headwise.artefacts import content_hash
 from headwise.errors import ArtefactError, HeadwiseError, SettingsError, TextError
 from headwise.heads import Head, select_heads
-from headwise.plasticity.head_group import HeadFailure, HeadResult, analyse_group
+from headwise.plasticity.head_group import HeadResult, analyse_group
 from headwise.plasticity.reader import HeadGroup, QKFolder, find_heads, group_heads
 from headwise.plasticity.settings import PlasticitySettings, load_settings
 from headwise.plasticity.tables import (
-    Record,
-    Row,
+    BucketRow,
+    ComponentRow,
+    HeadRow,
     bucket_rows,
     component_rows,
     distance_map,
     head_row,
     record_of,
-    save_summary,
+    summarise,
     write_tables,
 )
+from headwise.plasticity.values import FILE, DistanceMap, HeadFailure, HeadRecord, KeptHead
 from headwise.progress import Progress, silent
 
 __all__ = [
@@ -56,10 +58,10 @@ class Plasticity:
 
     model: str
     settings: PlasticitySettings
-    heads: tuple[Row, ...]
-    buckets: tuple[Row, ...]
-    components: tuple[Row, ...]
-    distances: dict[str, Any]
+    heads: tuple[HeadRow, ...]
+    buckets: tuple[BucketRow, ...]
+    components: tuple[ComponentRow, ...]
+    distances: DistanceMap
     failures: tuple[HeadFailure, ...]
     files: tuple[Path, ...]
 
@@ -92,9 +94,9 @@ def measure_plasticity(
             else:
                 records.append(_keep(out, folder, group, item, settings))
         progress("heads", len(records) + len(failures), total, "")
-    records.sort(key=lambda record: (record["layer"], record["q_head"]))
+    records.sort(key=lambda record: (record.layer, record.q_head))
     failures.sort(key=lambda failure: (failure.layer, failure.q_head))
-    if records and all(record["overall"] is None for record in records):
+    if records and all(record.overall is None for record in records):
         raise TextError(
             "no head has a cell to measure: no query stands in a later bucket than two keys",
             where=out,
@@ -243,17 +245,16 @@ def _key(
 
 def _keep(
     out: Path, folder: QKFolder, group: HeadGroup, item: HeadResult, settings: PlasticitySettings
-) -> Record:
+) -> HeadRecord:
     record = record_of(item)
     key = _key(folder, item.layer, item.q_head, group.k_head, settings)
-    path = _head_file(out, item.layer, item.q_head)
-    save_artefact(path, "plasticity-head", {"key": key, "head": record})
+    KeptHead(key, record).save(_head_file(out, item.layer, item.q_head))
     return record
 
 
 def _finished(
     out: Path, folder: QKFolder, groups: Sequence[HeadGroup], settings: PlasticitySettings
-) -> tuple[list[Record], list[HeadGroup]]:
+) -> tuple[list[HeadRecord], list[HeadGroup]]:
     """Heads that an earlier run finished with these settings and files, and what is left to do."""
     records, left = [], set()
     for group in groups:
@@ -268,24 +269,23 @@ def _finished(
 
 def _kept_record(
     out: Path, folder: QKFolder, group: HeadGroup, q_head: int, settings: PlasticitySettings
-) -> Record | None:
+) -> HeadRecord | None:
     path = _head_file(out, group.layer, q_head)
     if not path.exists():
         return None
     try:
-        kept = load_artefact(path, "plasticity-head")
+        kept = KeptHead.load(path)
     except ArtefactError:  # damaged: measuring again mends it
         return None
-    same = kept.get("key") == _key(folder, group.layer, q_head, group.k_head, settings)
-    record: Record | None = kept.get("head") if same else None
-    return record
+    same = kept.key == _key(folder, group.layer, q_head, group.k_head, settings)
+    return kept.head if same else None
 
 
 def _write(
     out: Path,
     folder: QKFolder,
     settings: PlasticitySettings,
-    records: Sequence[Record],
+    records: Sequence[HeadRecord],
     failures: Sequence[HeadFailure],
 ) -> Plasticity:
     weighted = settings.definition != "linear-diagonal"
@@ -296,7 +296,7 @@ def _write(
     model = folder.model
     files = (
         *write_tables(out, settings, heads, buckets, components),
-        save_summary(out / "plasticity.json", model, settings, heads, distances, failures),
+        summarise(model, settings, heads, distances, failures).save(out / FILE),
     )
     return Plasticity(
         model, settings, heads, buckets, components, distances, tuple(failures), files

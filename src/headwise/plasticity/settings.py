@@ -11,10 +11,12 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from headwise.artefacts import content_hash, to_json
-from headwise.plasticity.query_model import Definition
 from headwise.settings import changed, read_yaml, validated
 
 SEED_DATASET = "viktoroo/sniffed-qk"
+
+
+Definition = Literal["seed", "full", "empirical", "linear-diagonal"]
 
 
 # Where and how the work is done, and what the files are called, cannot change a number.
@@ -56,7 +58,7 @@ class PlasticitySettings(BaseModel):
     p_alpha: float = Field(default=0.01, gt=0, lt=1)
     seed: NonNegativeInt = 0
     definition: Definition = "seed"
-    pairs: PositiveInt | Literal["all"] = Field(default="all", description="key pairs a cell")
+    pairs: PositiveInt | Literal["all"] = Field(default="all", description="key pairs per cell")
     max_pairs: PositiveInt = Field(
         default=200_000, description="sample a key bucket that has more pairs"
     )
@@ -67,7 +69,7 @@ class PlasticitySettings(BaseModel):
     bucket_csv: str = "head_bucket_plasticity.csv"
     component_csv: str = "head_component_weights.csv"
     max_workers: PositiveInt | None = Field(
-        default=None, description="processes; default one a core"
+        default=None, description="processes; default one per core"
     )
     backend: Literal["joblib", "dask"] = "joblib"
     scheduler: str | None = Field(default=None, description="address of a Dask scheduler")

@@ -21,8 +21,9 @@ from jaxtyping import Bool, Float, Int, Int64
 from scipy.linalg.blas import dtrmm
 from scipy.special import ndtr
 
-from headwise.plasticity.key_pairs import KeyGroups, PairBlock
-from headwise.plasticity.query_model import FLOOR, Definition, Queries, QueryModel
+from headwise.plasticity.key_pairs import PairBatch, SortedKeys
+from headwise.plasticity.query_model import FLOOR, Queries, QueryModel
+from headwise.plasticity.settings import Definition
 
 MAX_DOCUMENTS = 128
 
@@ -35,7 +36,7 @@ DISTANCE_BINS = 32  # powers of two tokens
 
 @dataclass(frozen=True)
 class Cell:
-    """One (query bucket, key bucket); NaN plasticity means that no pair could be judged."""
+    """One (query bucket, key bucket); NaN plasticity means that no pair could be scored."""
 
     q_bucket: int
     k_bucket: int
@@ -58,7 +59,7 @@ class HeadCells:
 
 
 @dataclass(frozen=True)
-class Judge:
+class Scoring:
     """What is needed to score pairs for one query head; `open` says which cells exist."""
 
     definition: Definition
@@ -74,12 +75,12 @@ class Judge:
     probes: tuple[tuple[np.ndarray, np.ndarray], ...]  # per bucket: centred queries, document
 
     def columns(self, key_index: int) -> Int[np.ndarray, " column"]:
-        """The query buckets that can be judged against one key bucket."""
+        """The query buckets that can be scored against one key bucket."""
         return np.flatnonzero(self.open[:, key_index] & (self.counts >= self.min_queries))
 
 
 def open_cells(
-    queries: Queries, keys: KeyGroups, window: int | None, *, window_in_buckets: bool
+    queries: Queries, keys: SortedKeys, window: int | None, *, window_in_buckets: bool
 ) -> Bool[np.ndarray, "bucket key_bucket"]:
     """Which key buckets lie before a query bucket and inside its sliding window.
 
@@ -124,8 +125,8 @@ def make_probes(
     for index in range(len(queries.buckets)):
         rows = queries.rows(index)
         inside = place[rows] < len(documents)
-        block = queries.vectors[:, rows]
-        chosen = np.ascontiguousarray((block[:, inside] - block.mean(axis=1, keepdims=True)).T)
+        vectors = queries.vectors[:, rows]
+        chosen = np.ascontiguousarray((vectors[:, inside] - vectors.mean(axis=1, keepdims=True)).T)
         if definition == "seed":  # the positional part comes from the line, not from the bucket
             axis = model.axis.astype(np.float32)
             chosen -= np.outer(chosen @ axis, axis)
@@ -134,24 +135,24 @@ def make_probes(
 
 
 def pair_moments(
-    block: PairBlock, model: QueryModel, columns: Int[np.ndarray, " column"]
+    batch: PairBatch, model: QueryModel, columns: Int[np.ndarray, " column"]
 ) -> tuple[Float[np.ndarray, "column pair"], Float[np.ndarray, "column pair"]]:
     """Mean and variance of q.d for every pair and each of the query buckets."""
-    base, split = block.base, len(block.base)
-    mean = np.empty((len(columns), split + len(block.first)))
+    base, split = batch.base, len(batch.base)
+    mean = np.empty((len(columns), split + len(batch.first)))
     mean[:, :split] = model.means[:, columns].T @ base.T
-    mean[:, split:] = mean[:, block.first] - mean[:, block.second]
+    mean[:, split:] = mean[:, batch.first] - mean[:, batch.second]
     variance = np.empty_like(mean)
     shared = len(model.factors) == 1
     for row, column in enumerate(columns[:1] if shared else columns):
         spread = _times_factor(base, model.factor(int(column)))
         variance[row, :split] = np.vecdot(spread, spread)
-        apart = np.take(spread, block.first, axis=0)  # quicker than indexing
-        apart -= np.take(spread, block.second, axis=0)
+        apart = np.take(spread, batch.first, axis=0)  # quicker than indexing
+        apart -= np.take(spread, batch.second, axis=0)
         variance[row, split:] = np.vecdot(apart, apart)
     if shared:
         variance[1:] = variance[0]
-    variance[:, block.identical] = 0.0
+    variance[:, batch.identical] = 0.0
     return mean, variance
 
 
@@ -173,10 +174,10 @@ def plasticity_of(
 
 
 def preference_gradient(
-    block: PairBlock, model: QueryModel, columns: Int[np.ndarray, " column"], pick: np.ndarray
+    batch: PairBatch, model: QueryModel, columns: Int[np.ndarray, " column"], pick: np.ndarray
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Derivative of the mean plasticity of some pairs by each bucket's mean and covariance."""
-    chosen = block.picked(pick)
+    chosen = batch.picked(pick)
     differences = chosen.base
     mean, variance = pair_moments(chosen, model, columns)
     deviation = np.sqrt(np.where(variance > 0, variance, FLOOR))
@@ -194,10 +195,10 @@ def preference_gradient(
 
 @dataclass
 class Tally:
-    """Running sums of one head over pair blocks; `settle` turns them into cells."""
+    """Running sums of one head over pair batches; `settle` turns them into cells."""
 
-    judge: Judge
-    keys: KeyGroups
+    scoring: Scoring
+    keys: SortedKeys
     total: np.ndarray = field(init=False)  # (bucket, key bucket): summed plasticity
     count: np.ndarray = field(init=False)  # (bucket, key bucket): pairs
     influence: np.ndarray = field(init=False)  # (bucket, key bucket, document)
@@ -208,38 +209,39 @@ class Tally:
     _moment_influence: np.ndarray = field(init=False)  # (bucket, document)
 
     def __post_init__(self) -> None:
-        num_documents = len(self.judge.documents)
-        self.total, self.count = np.zeros(self.judge.open.shape), np.zeros(self.judge.open.shape)
-        self.influence = np.zeros((*self.judge.open.shape, num_documents))
+        num_documents = len(self.scoring.documents)
+        shape = self.scoring.open.shape
+        self.total, self.count = np.zeros(shape), np.zeros(shape)
+        self.influence = np.zeros((*shape, num_documents))
         self.distance_sum = np.zeros((DISTANCE_BINS, DISTANCE_BINS))
         self.distance_count = np.zeros((DISTANCE_BINS, DISTANCE_BINS))
         self._clear()
 
     def _clear(self) -> None:
-        shape = (len(self.judge.buckets), len(self.judge.documents) + 1)
+        shape = (len(self.scoring.buckets), len(self.scoring.documents) + 1)
         self._by_document, self._pairs_by_document = np.zeros(shape), np.zeros(shape)
         self._moment_influence = np.zeros(shape)
 
     def add(
         self,
         key_index: int,
-        block: PairBlock,
+        batch: PairBatch,
         columns: Int[np.ndarray, " column"],
         values: Float[np.ndarray, "column pair"],
     ) -> None:
-        """Add the plasticity of the block's pairs, as seen from some query buckets."""
-        if not self.judge.model.keep_identical and block.identical.any():
-            values, block = values[:, ~block.identical], without_identical(block)
-        place = document_index(block.example, self.judge.documents)
-        size = len(self.judge.documents) + 1
+        """Add the plasticity of the batch's pairs, as seen from some query buckets."""
+        if not self.scoring.model.keep_identical and batch.identical.any():
+            values, batch = values[:, ~batch.identical], without_identical(batch)
+        place = document_index(batch.example, self.scoring.documents)
+        size = len(self.scoring.documents) + 1
         pairs = np.bincount(place, minlength=size)
-        far = np.frexp(np.maximum(block.distance, 1.0))[1] * DISTANCE_BINS
+        far = np.frexp(np.maximum(batch.distance, 1.0))[1] * DISTANCE_BINS
         for column, row in zip(columns, values, strict=True):
             self.total[column, key_index] += row.sum()
             self.count[column, key_index] += len(row)
             self._by_document[column] += np.bincount(place, weights=row, minlength=size)
             self._pairs_by_document[column] += pairs
-            lag = np.frexp(np.maximum(self.judge.tau[column] - block.middle, 1.0))[1]
+            lag = np.frexp(np.maximum(self.scoring.tau[column] - batch.middle, 1.0))[1]
             self._add_distances(far + lag, row)
 
     def _add_distances(self, bins: np.ndarray, row: Float[np.ndarray, " pair"]) -> None:
@@ -251,7 +253,7 @@ class Tally:
         self, column: int, by_mean: np.ndarray, by_covariance: np.ndarray, share: float
     ) -> None:
         """Spread a gradient over the documents whose queries make up the bucket's moments."""
-        probe, place = self.judge.probes[column]
+        probe, place = self.scoring.probes[column]
         effect = probe @ by_mean + np.vecdot(probe @ by_covariance, probe)
         self.add_query_influence(column, effect.astype(np.float64), place, share)
 
@@ -262,12 +264,12 @@ class Tally:
         if len(effect) == 0:
             return
         summed = np.bincount(
-            place, weights=effect - effect.mean(), minlength=len(self.judge.documents) + 1
+            place, weights=effect - effect.mean(), minlength=len(self.scoring.documents) + 1
         )
-        self._moment_influence[column] += share * summed / self.judge.counts[column]
+        self._moment_influence[column] += share * summed / self.scoring.counts[column]
 
     def close(self, key_index: int) -> None:
-        """All blocks of one key bucket are in: turn its sums into influences."""
+        """All batches of one key bucket are in: turn its sums into influences."""
         for column in np.flatnonzero(self.count[:, key_index] > 0):
             count = self.count[column, key_index]
             value = self.total[column, key_index] / count
@@ -280,8 +282,8 @@ class Tally:
     def settle(self) -> HeadCells:
         """The head's cells in order of (query bucket, key bucket), and their aggregate."""
         keys_in = np.diff(self.keys.bucket_start)
-        weight = np.outer(self.judge.counts, keys_in).astype(np.float64)
-        if self.judge.definition == "linear-diagonal":
+        weight = np.outer(self.scoring.counts, keys_in).astype(np.float64)
+        if self.scoring.definition == "linear-diagonal":
             weight = np.ones_like(weight)
         weight[self.count == 0] = 0.0
         value = np.divide(
@@ -290,15 +292,15 @@ class Tally:
         share = weight / weight.sum() if weight.sum() > 0 else weight
         cells = tuple(
             Cell(
-                int(self.judge.buckets[row]),
+                int(self.scoring.buckets[row]),
                 int(self.keys.buckets[column]),
                 float(value[row, column]),
                 int(self.count[row, column]),
-                int(self.judge.counts[row]),
+                int(self.scoring.counts[row]),
                 int(keys_in[column]),
                 self._error(self.influence[row, column]) if self.count[row, column] else np.nan,
             )
-            for row, column in np.argwhere(self.judge.open)
+            for row, column in np.argwhere(self.scoring.open)
         )
         overall = float(np.nansum(value * share)) if share.any() else float("nan")
         pooled = np.tensordot(share, self.influence, axes=2)
@@ -316,18 +318,18 @@ class Tally:
         if chosen < 2:
             return float("nan")
         centred = influence - influence.mean()
-        return float(np.sqrt(centred @ centred * self.judge.num_documents / (chosen - 1)))
+        return float(np.sqrt(centred @ centred * self.scoring.num_documents / (chosen - 1)))
 
 
-def without_identical(block: PairBlock) -> PairBlock:
-    """The block's bookkeeping without pairs of equal keys (its vectors are left alone)."""
-    keep = ~block.identical
-    return PairBlock(
-        block.base,
-        block.first,
-        block.second,
-        block.example[keep],
-        block.distance[keep],
-        block.middle[keep],
-        block.identical[keep],
+def without_identical(batch: PairBatch) -> PairBatch:
+    """The batch's bookkeeping without pairs of equal keys (its vectors are left alone)."""
+    keep = ~batch.identical
+    return PairBatch(
+        batch.base,
+        batch.first,
+        batch.second,
+        batch.example[keep],
+        batch.distance[keep],
+        batch.middle[keep],
+        batch.identical[keep],
     )

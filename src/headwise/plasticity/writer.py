@@ -1,7 +1,7 @@
-"""Files of captured vectors: buckets of positions, staged groups, and one Parquet file a head.
+"""Files of captured vectors: buckets of positions, staged portions, and one Parquet file per head.
 
 The layout is `sniffed-qk`: `lLLhHH{q|k}/data.parquet` with bucket, example_id, position, vector and
-sliding_window (of type null for full attention). A row group is one group of texts.
+sliding_window (of type null for full attention). A Parquet row group is one portion of texts.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ def assemble(
     windows: dict[int, int | None],
     buckets: Buckets,
 ) -> dict[str, int]:
-    """One Parquet file a head and kind, a row group a text group; arrays are memory-mapped."""
-    groups = sorted(path for path in staging.iterdir() if path.is_dir())
+    """One Parquet file per head and kind, a row group per portion; arrays are memory-mapped."""
+    portions = sorted(staging.glob("portion-*"))
     wanted = {(head.layer, head.index, "q") for head in heads}
     wanted |= {(head.layer, head.index // group, "k") for head in heads}
     rows = {}
     for layer, head, kind in sorted(wanted):
         name = f"l{layer:02d}h{head:02d}{kind}"
         path = folder / name / "data.parquet"
-        rows[name] = _write_head(path, groups, (layer, head, kind), buckets, windows[layer])
+        rows[name] = _write_head(path, portions, (layer, head, kind), buckets, windows[layer])
     return rows
 
 
 def _write_head(
     path: Path,
-    groups: list[Path],
+    portions: list[Path],
     which: tuple[int, int, str],
     buckets: Buckets,
     window: int | None,
 ) -> int:
     layer, _, kind = which
-    first = np.load(groups[0] / f"l{layer:02d}{kind}-vectors.npy", mmap_mode="r")
+    first = np.load(portions[0] / f"l{layer:02d}{kind}-vectors.npy", mmap_mode="r")
     schema = pa.schema(
         [
             ("bucket", pa.int32()),
@@ -61,7 +61,7 @@ def _write_head(
     def write(file: Any) -> None:
         nonlocal total
         with pq.ParquetWriter(file, schema, compression="zstd") as writer:
-            for folder in groups:
+            for folder in portions:
                 table = _table(folder, which, buckets, window, schema)
                 total += len(table)
                 writer.write_table(table)

@@ -7,17 +7,17 @@ layers that the operation cannot reach are counted apart: their change is zero b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from headwise.artefacts import find_plasticity, read_json, versions
+from headwise.artefacts import read_json, versions
 from headwise.diagnosis.values import Diagnosis
 from headwise.errors import ArtefactError
 from headwise.intervals import Interval, mean_interval
+from headwise.plasticity.values import PlasticitySummary, find_plasticity
 from headwise.proof.comparison import (
     Comparison,
     ComparisonProvenance,
@@ -44,7 +44,7 @@ class Snapshot:
 
     diagnosis: Diagnosis
     evaluation: Evaluation | None = None
-    plasticity: Mapping[str, Any] | None = field(default=None, repr=False)
+    plasticity: PlasticitySummary | None = field(default=None, repr=False)
 
 
 def read_snapshot(path: Path) -> Snapshot:
@@ -176,17 +176,12 @@ def plasticity_change(before: Snapshot, after: Snapshot, zones: Zones) -> Plasti
     left, right = before.plasticity, after.plasticity
     if left is None or right is None:
         return None
-    where = ("model_dir", "dataset_name", "revision")  # may differ: two captures are two datasets
-    settings = [
-        {k: v for k, v in body["provenance"]["settings"].items() if k not in where}
-        for body in (left, right)
-    ]
-    if settings[0] != settings[1]:
+    if not left.measured_like(right):
         raise ArtefactError(
             "the two plasticities were measured with different settings",
             fix="run `headwise plasticity` alike on both captures",
         )
-    start, end = (np.array(body["maps"]["plasticity"], dtype=float) for body in (left, right))
+    start, end = (np.array(found.maps.plasticity, dtype=float) for found in (left, right))
     shape = before.diagnosis.maps["first_token_mass"].shape
     if start.shape != shape or end.shape != shape:
         raise ArtefactError(

@@ -18,7 +18,7 @@ from headwise.diagnosis.values import Diagnosis, classify
 from headwise.errors import ArtefactError
 from headwise.intervals import Interval
 from headwise.models.model_info import ModelInfo
-from headwise.plasticity.summary import PlasticitySummary, find_plasticity
+from headwise.plasticity.values import PlasticitySummary, find_plasticity
 from headwise.proof.comparison import Comparison
 from headwise.proof.completed_texts import Completions
 from headwise.proof.evaluation import DocumentLosses, Evaluation

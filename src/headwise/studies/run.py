@@ -23,6 +23,7 @@ from headwise.heads import Head
 from headwise.models.loading import LoadedModel, load_model
 from headwise.models.model_info import ModelInfo
 from headwise.models.patch import Patch
+from headwise.models.patch_info import PatchInfo
 from headwise.progress import Progress, silent, stage
 from headwise.proof.compare import Snapshot, compare
 from headwise.proof.completed_texts import bundled_prompts

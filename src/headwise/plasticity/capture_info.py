@@ -1,0 +1,68 @@
+"""What `capture.json` says about a folder of captured vectors: a value without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from headwise.artefacts import load_artefact, save_artefact
+from headwise.models.model_info import ModelInfo
+from headwise.values import OMITTED, from_plain, to_plain
+
+FILE = "capture.json"
+
+
+@dataclass(frozen=True)
+class CaptureSettings:
+    """What is captured; two captures with equal settings and texts give equal files."""
+
+    buckets: str = "uniform:64"
+    base_rate: float | None = None
+    max_length: int = 512
+    pre_rope: bool = False
+    layout: Literal["new", "old"] = "new"
+    seed: int = 0
+    bos: bool = False
+
+
+@dataclass(frozen=True)
+class CapturedTexts:
+    """The texts that were read."""
+
+    name: str
+    count: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class CaptureInfo:
+    """One capture: of what, how, and how far it has come."""
+
+    model: ModelInfo
+    texts: CapturedTexts
+    settings: CaptureSettings
+    heads: tuple[str, ...]
+    capture_point: str
+    note: str
+    versions: dict[str, str]
+    head_sampling: Literal["selection"] | None = field(default=None, metadata=OMITTED)
+    rows: dict[str, int] = field(default_factory=dict)  # `l00h00q` -> rows
+    finished: bool = False
+
+    def same_work(self, other: CaptureInfo) -> bool:
+        """Whether both would write the same vectors; progress and versions do not count."""
+        mine, yours = (
+            replace(info, versions={}, rows={}, finished=False) for info in (self, other)
+        )
+        return mine == yours
+
+    def save(self, folder: Path) -> Path:
+        """Write `capture.json`."""
+        return save_artefact(folder / FILE, "capture", to_plain(self))
+
+    @staticmethod
+    def load(folder: Path) -> CaptureInfo:
+        """Read `capture.json`; a damaged one is an `ArtefactError`."""
+        path = folder / FILE
+        return from_plain(CaptureInfo, load_artefact(path, "capture"), path)
