@@ -339,9 +339,8 @@ def test_a_plan_or_a_run_of_another_model_is_refused(small, stock, plan):
         )
 
 
-def evaluated(
-    diagnosis, losses, *, sha="a", fingerprint="base", tokens=(10, 20, 30, 40), plan=None
-):
+def evaluated(diagnosis, losses, *, sha="a", fingerprint="base", tokens=None, plan=None):
+    tokens = tokens or tuple(10 * (place + 1) for place in range(len(losses)))
     loss = Interval(sum(losses) / sum(tokens), 0.0, 1.0)
     found = DocumentLosses(
         TextInfo("prose", len(losses), sha),
@@ -383,7 +382,8 @@ def test_losses_are_paired_by_document(small):
 
 def test_the_seed_moves_the_interval_and_nothing_else(small):
     before, after, _ = small
-    sides = evaluated(before, [3.0, 9.0, 5.0, 2.0]), evaluated(after, [2.0, 9.5, 4.0, 2.5])
+    draws = np.random.default_rng(0).normal(5, 1, (2, 30)).tolist()
+    sides = evaluated(before, draws[0]), evaluated(after, draws[1])
     first, other = (compare(*sides, seed=seed).body for seed in (0, 1))
     assert first == compare(*sides).body
     left, right = (body["losses"]["prose"]["difference"] for body in (first, other))

@@ -194,7 +194,7 @@ def test_runs_with_and_without_the_prefix_cache_agree(tmp_path, name):
     assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in zip(left, right, strict=True))
     for a, b in zip(plain.maps, cached.maps, strict=True):
         assert torch.allclose(
-            torch.tensor(a["first_token_mass"]), torch.tensor(b["first_token_mass"]), atol=1e-4
+            torch.tensor(a.first_token_mass), torch.tensor(b.first_token_mass), atol=1e-4
         )
 
 
@@ -503,7 +503,7 @@ def test_training_lowers_the_loss(tmp_path):
     corpus = random_corpus(train=2)
     recipe = TINY_RECIPE.model_copy(update={"steps": 24, "lr": 3e-2, "validation_blocks": 0})
     with opened(model, plan_for(model, "all"), tmp_path, recipe=recipe, corpus=corpus) as job:
-        losses = [row["loss"] for row in train(job).rows]
+        losses = [row.loss for row in train(job).rows]
     assert sum(losses[-4:]) < 0.95 * sum(losses[:4])
 
 

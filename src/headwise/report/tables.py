@@ -68,6 +68,12 @@ class Table:
         return bool(found) and all(not isinstance(entry, str) for entry in found)
 
 
+def columns_of(spec: str) -> tuple[Column, ...]:
+    """Columns from `name; name [format]; ...`, with the formats of f-strings."""
+    parts = [part.strip().removesuffix("]").partition(" [") for part in spec.split(";")]
+    return tuple(Column(name, form) for name, _, form in parts)
+
+
 def make_table(
     number: int,
     slug: str,

@@ -15,13 +15,11 @@ from headwise.proof.zones import DRIFT, ZoneDrift, drift_by_zone
 from headwise.report.paper import values as paper
 from headwise.report.source import MASS, Condition, Source
 from headwise.report.tables import (
-    LOSS,
     OURS,
     PAPER,
-    SHARE,
-    Column,
     Entry,
     Table,
+    columns_of,
     make_table,
 )
 
@@ -61,17 +59,10 @@ def _drift_rows(source: Source, zone: str) -> list[list[Entry]]:
     return rows
 
 
-_DRIFT_COLUMNS = (
-    Column("condition"),
-    Column("source"),
-    Column("heads with |change| > 0.05"),
-    Column("heads"),
-    Column("movable"),
-    Column("of movable", SHARE),
-    Column("mean |change|", ".4f"),
-    Column("mean |change|, movable", ".4f"),
-    Column("worst head"),
-    Column("its change", CHANGE),
+_DRIFT_COLUMNS = columns_of(
+    "condition; source; heads with |change| > 0.05; heads; movable; "
+    "of movable [.1%]; mean |change| [.4f]; mean |change|, movable [.4f]; "
+    "worst head; its change [+.3f]"
 )
 
 
@@ -137,16 +128,9 @@ def watched_drift(source: Source) -> Table:
 
 def columns_over_steps(source: Source) -> Table:
     """Table 7: mean |change| of the watched heads of each index over checkpoints."""
-    columns = (
-        Column("condition"),
-        Column("source"),
-        Column("column"),
-        Column("watched heads"),
-        Column("first"),
-        Column("mean |change| first", ".3f"),
-        Column("last"),
-        Column("mean |change| last", ".3f"),
-        Column("trend"),
+    columns = columns_of(
+        "condition; source; column; watched heads; first; mean |change| first [.3f]; "
+        "last; mean |change| last [.3f]; trend"
     )
     rows: list[list[Entry]] = []
     for condition in source.runs:
@@ -200,17 +184,10 @@ def column_runs(source: Source) -> list[tuple[Condition, list[int]]]:
 
 def column_heads(source: Source) -> Table:
     """Table 8: the column experiment, head by head."""
-    columns = (
-        Column("condition"),
-        Column("source"),
-        Column("head"),
-        Column("stock mass", ".3f"),
-        Column("stock class"),
-        Column("mass after", ".3f"),
-        Column("class after"),
-        Column("change", "+.0%"),
-        Column("ablation cost, stock", LOSS),
-        Column("ablation cost, after", LOSS),
+    columns = columns_of(
+        "condition; source; head; stock mass [.3f]; stock class; mass after [.3f]; "
+        "class after; change [+.0%]; ablation cost, stock [+.4f]; "
+        "ablation cost, after [+.4f]"
     )
     rows: list[list[Entry]] = []
     for condition, indices in column_runs(source):

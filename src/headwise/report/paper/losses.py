@@ -7,7 +7,14 @@ import math
 from headwise.intervals import Interval
 from headwise.report.paper import values as paper
 from headwise.report.source import Condition, Source
-from headwise.report.tables import LOSS, OURS, PAPER, PPL, Column, Entry, Table, make_table
+from headwise.report.tables import (
+    OURS,
+    PAPER,
+    Entry,
+    Table,
+    columns_of,
+    make_table,
+)
 
 
 def best_validation(condition: Condition) -> float | None:
@@ -25,15 +32,9 @@ def held_out(source: Source, condition: Condition) -> Interval | None:
 
 def disjoint_perplexity(source: Source) -> Table:
     """Table 3: perplexity on every held-out set, and the paired change from stock."""
-    columns = (
-        Column("condition"),
-        Column("source"),
-        Column("text set"),
-        Column("documents"),
-        Column("predicted tokens", ","),
-        Column("perplexity", PPL),
-        Column("loss - stock (nats)", LOSS),
-        Column("reading"),
+    columns = columns_of(
+        "condition; source; text set; documents; predicted tokens [,]; perplexity [.4g]; "
+        "loss - stock (nats) [+.4f]; reading"
     )
     rows: list[list[Entry]] = []
     for condition in source.conditions:
@@ -91,16 +92,9 @@ def stock_validation(source: Source, condition: Condition) -> float | None:
 
 def perplexities(source: Source) -> Table:
     """Table 9: validation perplexity right after the operation, at its best and at the end."""
-    columns = (
-        Column("condition"),
-        Column("source"),
-        Column("stock", PPL),
-        Column("post-operation", PPL),
-        Column("best", PPL),
-        Column("best at step"),
-        Column("last", PPL),
-        Column("last step"),
-        Column("held-out ppl", PPL),
+    columns = columns_of(
+        "condition; source; stock [.4g]; post-operation [.4g]; best [.4g]; best at step; "
+        "last [.4g]; last step; held-out ppl [.4g]"
     )
     rows: list[list[Entry]] = []
     for condition in source.runs:

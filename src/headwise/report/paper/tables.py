@@ -19,35 +19,22 @@ from headwise.report.paper import values as paper
 from headwise.report.paper.losses import against_stock, best_validation, held_out
 from headwise.report.source import MASS, Condition, Source
 from headwise.report.tables import (
-    LOSS,
     OURS,
     PAPER,
-    PPL,
-    SHARE,
-    Column,
     Entry,
     Table,
+    columns_of,
     make_table,
 )
 
 
 def cross_scale(source: Source) -> Table:
     """Table 1: bands and sick shares over model sizes."""
-    columns = (
-        Column("model"),
-        Column("source"),
-        Column("weights", ","),
-        Column("layers"),
-        Column("heads a layer"),
-        Column("sick heads"),
-        Column("sick", SHARE),
-        Column("band"),
-        Column("layers sick in band, lowest", ".0%"),
-        Column("highest", ".0%"),
-        Column("slope ~ sick (Spearman)", ".2f"),
-        Column("paper: band"),
-        Column("paper: sick", ".0%"),
-        Column("paper: 'layers affected'"),
+    columns = columns_of(
+        "model; source; weights [,]; layers; heads a layer; sick heads; sick [.1%]; "
+        "band; layers sick in band, lowest [.0%]; highest [.0%]; "
+        "slope ~ sick (Spearman) [.2f]; paper: band; paper: sick [.0%]; "
+        "paper: 'layers affected'"
     )
     rows: list[list[Entry]] = []
     for name, mass in paper.stock_masses().items():
@@ -113,18 +100,9 @@ def _spearman(x: np.ndarray, y: np.ndarray) -> float:
 
 def recovery_counts(source: Source) -> Table:
     """Table 2: classes, perplexities and true weight counts of every condition."""
-    columns = (
-        Column("condition"),
-        Column("source"),
-        Column("healthy"),
-        Column("sink"),
-        Column("dead"),
-        Column("low entropy"),
-        Column("sick", SHARE),
-        Column("validation ppl", PPL),
-        Column("held-out ppl", PPL),
-        Column("weights in patch", ","),
-        Column("of model", ".2%"),
+    columns = columns_of(
+        "condition; source; healthy; sink; dead; low entropy; sick [.1%]; "
+        "validation ppl [.4g]; held-out ppl [.4g]; weights in patch [,]; of model [.2%]"
     )
     rows: list[list[Entry]] = []
     for condition in source.conditions:
@@ -184,20 +162,11 @@ def _share(weights: int | None, model: ModelInfo | None) -> float | None:
 
 def arms_side_by_side(source: Source) -> Table:
     """Table 4: one row an arm, all seeds together."""
-    columns = (
-        Column("arm"),
-        Column("source"),
-        Column("mode"),
-        Column("corpus"),
-        Column("steps"),
-        Column("seeds"),
-        Column("operated", ".4g"),
-        Column("not sick by mass", ".4g"),
-        Column("functionally recovered", ".4g"),
-        Column("validation ppl", PPL),
-        Column("held-out ppl", PPL),
-        Column("loss - stock (nats)", LOSS),
-        Column("cost of losing all operated heads", LOSS),
+    columns = columns_of(
+        "arm; source; mode; corpus; steps; seeds; operated [.4g]; "
+        "not sick by mass [.4g]; functionally recovered [.4g]; validation ppl [.4g]; "
+        "held-out ppl [.4g]; loss - stock (nats) [+.4f]; "
+        "cost of losing all operated heads [+.4f]"
     )
     rows: list[list[Entry]] = []
     for arm in source.arms():
@@ -275,15 +244,9 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 def slopes(source: Source) -> Table:
     """Table 10: ALiBi slopes, what they do alone, and how sick each index is."""
-    columns = (
-        Column("head"),
-        Column("source"),
-        Column("slope", ".4f"),
-        Column("10 tokens away", ".2f"),
-        Column("100 tokens away", ".2f"),
-        Column("mass if q.k = 0", ".3f"),
-        Column("mean first-token mass", ".3f"),
-        Column("layers sick", ".0%"),
+    columns = columns_of(
+        "head; source; slope [.4f]; 10 tokens away [.2f]; 100 tokens away [.2f]; "
+        "mass if q.k = 0 [.3f]; mean first-token mass [.3f]; layers sick [.0%]"
     )
     rows: list[list[Entry]] = []
     stock = source.stock
