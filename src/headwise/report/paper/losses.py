@@ -116,33 +116,7 @@ def perplexities(source: Source) -> Table:
                 held_out(source, condition),
             ]
         )
-    printed = paper.PERPLEXITIES
-    rows.append(
-        [
-            "BLOOM-1b7 band only",
-            PAPER,
-            printed["stock"],
-            None,
-            printed["band only, epoch 3"],
-            None,
-            None,
-            None,
-            27.52,
-        ]
-    )
-    rows.append(
-        [
-            "BLOOM-1b7 band + H5",
-            PAPER,
-            printed["stock"],
-            printed["post-operation, 126 heads"],
-            printed["band + H5, step 42 of 140"],
-            42,
-            printed["band + H5, epoch 1"],
-            140,
-            None,
-        ]
-    )
+    rows += _printed_perplexities()
     note = (
         "Post-operation is the validation at step 0, after the heads were changed and before any "
         "training. Stock is step 0 of an arm on the same corpus that changes nothing first."
@@ -156,3 +130,14 @@ def perplexities(source: Source) -> Table:
         notes=(note, *paper.NOTES[9]),
         missing="No run with a trace here: only the published rows.",
     )
+
+
+def _printed_perplexities() -> list[list[Entry]]:
+    printed = paper.PERPLEXITIES
+    stock, band = printed["stock"], printed["band only, epoch 3"]
+    operated, best = printed["post-operation, 126 heads"], printed["band + H5, step 42 of 140"]
+    last = printed["band + H5, epoch 1"]
+    return [
+        ["BLOOM-1b7 band only", PAPER, stock, None, band, None, None, None, 27.52],
+        ["BLOOM-1b7 band + H5", PAPER, stock, operated, best, 42, last, 140, None],
+    ]
