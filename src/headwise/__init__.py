@@ -1,4 +1,9 @@
-"""headwise: diagnose, repair, prove and measure the attention heads of causal language models."""
+"""headwise: diagnose, repair, prove and measure the attention heads of causal language models.
+
+Everything a verb of the command line does can be done with the names of this module: load a model,
+look at its heads, plan, repair, evaluate, compare. Functions take a `LoadedModel`, or a model and
+its tokenizer; what they return is a frozen value that can be saved, shown and put into a frame.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +12,49 @@ from typing import Any
 
 # name -> module; loaded on first use, so that `headwise --help` does not import torch (PEP 562)
 _PUBLIC = {
-    "Head": "heads",
-    "HeadMap": "heads",
-    "Diagnosis": "diagnosis.values",
-    "Patch": "models.patch",
-    "diagnose": "diagnosis.diagnose",
+    # the verbs, in the order of the story
     "load_model": "models.loading",
     "check": "forward.separability",
+    "diagnose": "diagnosis.diagnose",
     "survey": "diagnosis.survey",
+    "make_plan": "surgery.plan",
+    "repair": "surgery.repair",
+    "apply_patches": "models.merging",
+    "evaluate": "proof.evaluate",
+    "compare": "proof.compare",
+    "complete": "proof.completions",
+    "capture": "plasticity.capture",
+    "measure_plasticity": "plasticity.run",
+    "load_study": "studies.study",
+    "run_study": "studies.run",
+    "write_report": "report.write",
+    # what they take and return
+    "LoadedModel": "models.loaded_model",
+    "Head": "heads",
+    "HeadMap": "heads",
+    "HeadCheck": "forward.separability",
+    "Diagnosis": "diagnosis.values",
+    "Thresholds": "diagnosis.values",
+    "Survey": "diagnosis.survey",
+    "SurgeryPlan": "surgery.plan",
+    "Recipe": "surgery.recipe",
+    "recipe_named": "surgery.recipe",
+    "RepairRun": "surgery.repair",
+    "Patch": "models.patch",
+    "Evaluation": "proof.evaluation",
+    "Comparison": "proof.comparison",
+    "Completions": "proof.completed_texts",
+    "Prompt": "proof.completed_texts",
+    "Sampling": "proof.completed_texts",
+    "CaptureSettings": "plasticity.capture_info",
+    "Captured": "plasticity.capture",
+    "Plasticity": "plasticity.run",
+    "Study": "studies.study",
+    "StudySummary": "studies.summary",
+    "TextSet": "texts.text_sets",
+    "read_texts": "texts.text_sets",
+    "Interval": "intervals",
+    "HeadwiseError": "errors",
 }
 
 __all__ = list(_PUBLIC)

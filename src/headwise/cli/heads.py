@@ -77,10 +77,8 @@ def diagnose(
     loaded = load(model, dtype, device_map, allow_pickle, trust_remote_code)
     with progress_bars(quiet) as progress:
         diagnosis = run(
-            loaded.model,
-            loaded.tokenizer,
+            loaded,
             chosen,
-            name=loaded.id,
             max_length=max_length,
             batch_size=batch_size,
             skip_queries=skip_queries,
@@ -249,8 +247,7 @@ def repair(
     loaded = load(model, dtype, device_map, allow_pickle, trust_remote_code)
     with resumable(f"add --resume to go on in {out}"), progress_bars(quiet) as progress:
         done = run(
-            loaded.model,
-            loaded.tokenizer,
+            loaded,
             chosen,
             texts,
             settings,

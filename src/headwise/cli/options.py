@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from headwise.models.loading import LoadedModel
-    from headwise.models.patch_info import PatchInfo
+    from headwise.models.loaded_model import LoadedModel
     from headwise.texts.text_sets import TextSet
 
 
@@ -138,18 +137,6 @@ def wrote(paths: list[Path], quiet: bool) -> None:
     folders = sorted({path.parent for path in paths})
     names = ", ".join(sorted(path.name for path in paths))
     console(quiet).print(f"wrote {names} in {', '.join(map(str, folders))}", style="dim")
-
-
-def apply_to(loaded: LoadedModel, paths: list[Path] | None, force: bool = False) -> list[PatchInfo]:
-    """Apply patches to a loaded model; returns what is recorded of them."""
-    from headwise.models.patch import Patch
-
-    applied = []
-    for path in paths or []:
-        patch = Patch.load(path)
-        patch.apply(loaded.model, force=force)
-        applied.append(patch.describe(path))
-    return applied
 
 
 def choice(value: Any, *known: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -25,7 +24,6 @@ from headwise.cli.options import (
     RemoteCode,
     Seed,
     Texts,
-    apply_to,
     choice,
     chosen_texts,
     load,
@@ -63,34 +61,24 @@ def evaluate(
     """Perplexities with intervals, what every head is worth, dormant neurons."""
     from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import console, evaluation_tables
-    from headwise.proof.evaluate import chosen_heads, evaluate as run, paper_prompts
+    from headwise.proof.evaluate import evaluate as run, paper_prompts
 
     sets = [chosen_texts(texts, lines, model), paper_prompts()]
     loaded = load(model, dtype, device_map, allow_pickle, trust_remote_code)
-    base = loaded.describe()
-    applied = apply_to(loaded, patch, force)
-    singles, joint = chosen_heads(loaded.model, heads, applied)
     with progress_bars(quiet) as progress:
         found = run(
-            loaded.model,
-            loaded.tokenizer,
+            loaded,
             sets,
-            name=loaded.id,
-            patches=applied,
-            base=base,
-            ablated=singles,
-            joint=joint,
+            patches=patch or [],
+            heads=heads,
             max_length=max_length,
             max_texts=max_texts,
             batch_size=batch_size,
+            tasks=tasks or [],
+            force=force,
             seed=seed,
             progress=progress,
         )
-    if tasks:
-        from headwise.proof.lm_eval import run_tasks
-
-        scores = run_tasks(loaded.model, loaded.tokenizer, tasks, batch_size=batch_size)
-        found = replace(found, tasks=scores)
     for item in evaluation_tables(found):
         console(quiet).print(item)
     wrote([found.save(out / "evaluation.json")], quiet)
@@ -122,12 +110,10 @@ def complete(
     loaded = load(model, dtype, device_map, False, False)
     with progress_bars(quiet) as progress:
         found = run(
-            loaded.model,
-            loaded.tokenizer,
+            loaded,
             chosen,
             Sampling(new_tokens, temperature, top_p, seed),
             patches=named,
-            base=loaded.describe(),
             batch_size=batch_size,
             progress=progress,
         )
@@ -203,23 +189,22 @@ def capture(
     from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import console
     from headwise.heads import select_in_layers
+    from headwise.models.architectures import geometry_of
     from headwise.plasticity.capture import capture as run
     from headwise.plasticity.capture_info import CaptureSettings
 
     loaded = load(model, dtype, device_map, allow_pickle, trust_remote_code)
-    apply_to(loaded, patch)
     settings = CaptureSettings(
         buckets, base_rate, max_length, pre_rope, choice(layout, "new", "old"), seed, bos
     )
-    shape = loaded.describe()
+    geometry = geometry_of(loaded.model)
     with progress_bars(quiet) as progress:
         captured = run(
-            loaded.model,
-            loaded.tokenizer,
+            loaded,
             chosen_texts(texts, lines, model),
             out=out,
-            name=model,
-            heads=select_in_layers(layers, heads, *shape.shape),
+            patches=patch or [],
+            heads=select_in_layers(layers, heads, geometry.num_layers, geometry.num_heads),
             settings=settings,
             batch_size=batch_size,
             resume=resume,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Float
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from headwise.artefacts import versions
 from headwise.diagnosis.dormancy import weight_dormancy
@@ -24,23 +24,21 @@ from headwise.diagnosis.values import (
     Thresholds,
     diagnosis_from,
 )
-from headwise.errors import TextError
 from headwise.models.architectures import alibi_slopes, geometry_of
-from headwise.models.description import describe_model
+from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.progress import Progress, silent, track
 from headwise.provenance import MeasureSettings, Provenance
 from headwise.texts.batches import DEFAULT_MAX_LENGTH, batches, encode_texts
-from headwise.texts.text_sets import TextSet, bundled_texts
+from headwise.texts.text_sets import TextSet, as_text_set
 
 SINK_RATE_EPSILON = 0.3  # Gu et al. 2410.10781
 
 
+@takes_model
 def diagnose(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    loaded: LoadedModel,
     texts: TextSet | Sequence[str] | None = None,
     *,
-    name: str | None = None,
     max_length: int = DEFAULT_MAX_LENGTH,
     batch_size: int = 4,
     skip_queries: int = 0,
@@ -49,9 +47,13 @@ def diagnose(
     progress: Progress = silent,
 ) -> Diagnosis:
     """Measure and classify every head of a loaded model."""
-    chosen = _as_text_set(texts)
+    model, chosen = loaded.model, as_text_set(texts, loaded.id)
     encoded = encode_texts(
-        tokenizer, chosen.texts, max_length=max_length, bos=bos, minimum=max(2, skip_queries + 1)
+        loaded.tokenizer,
+        chosen.texts,
+        max_length=max_length,
+        bos=bos,
+        minimum=max(2, skip_queries + 1),
     )
     measured = measure_heads(
         model,
@@ -64,7 +66,7 @@ def diagnose(
     lengths = [len(ids) for ids in encoded]
     maps = {**measured.means(), **_positional_maps(model, lengths, skip_queries)}
     return diagnosis_from(
-        model=describe_model(model, name),
+        model=loaded.describe(),
         maps=maps,
         thresholds=thresholds or Thresholds(),
         spread=measured.spreads(),
@@ -78,19 +80,6 @@ def diagnose(
             versions=versions(),
         ),
     )
-
-
-def _as_text_set(texts: TextSet | Sequence[str] | None) -> TextSet:
-    if texts is None:
-        return bundled_texts()
-    if isinstance(texts, TextSet):
-        return texts
-    if isinstance(texts, str) or not all(text.strip() for text in texts) or not texts:
-        raise TextError(
-            "texts must be a non-empty list of non-empty strings",
-            fix="pass e.g. texts=['Some text.', 'Another one.']",
-        )
-    return TextSet("given", tuple(texts))
 
 
 def _positional_maps(

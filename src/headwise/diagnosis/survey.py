@@ -23,7 +23,7 @@ from headwise.progress import Progress, silent
 from headwise.values import plain_fields
 
 if TYPE_CHECKING:
-    from headwise.models.loading import LoadedModel
+    from headwise.models.loaded_model import LoadedModel
     from headwise.texts.text_sets import TextSet
 
 
@@ -118,13 +118,10 @@ def _diagnose(
     progress: Progress,
 ) -> Diagnosis:
     from headwise.diagnosis.diagnose import diagnose  # late, as above
-    from headwise.texts.text_sets import default_texts
 
     return diagnose(
-        loaded.model,
-        loaded.tokenizer,
-        default_texts(loaded.id) if texts is None else texts,
-        name=loaded.id,
+        loaded,
+        texts,
         max_length=max_length,
         batch_size=batch_size,
         progress=progress,

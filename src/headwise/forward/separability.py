@@ -23,6 +23,7 @@ from headwise.forward.tap import Sight, tapped
 from headwise.heads import Head
 from headwise.models.architectures import device_of, geometry_of, weight_of
 from headwise.models.family import Role
+from headwise.models.loaded_model import LoadedModel
 from headwise.models.slices import Span, head_spans, read_slices, spans_of, write_slices
 
 NUM_TOKENS = 12
@@ -98,8 +99,10 @@ class HeadCheck:
         return f"zeroing its output weights differs from ablation by {self.silencing_error:.1e}"
 
 
-def check(model: PreTrainedModel, *, seed: int = 0) -> HeadCheck:
+def check(model: LoadedModel | PreTrainedModel, *, seed: int = 0) -> HeadCheck:
     """Probe first, middle and last layers and heads; the model is left bit for bit as it was."""
+    if isinstance(model, LoadedModel):
+        model = model.model
     geometry = geometry_of(model)
     _require_row_fits(model)
     generator = torch.Generator().manual_seed(seed)

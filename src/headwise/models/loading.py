@@ -11,7 +11,6 @@ import logging
 import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,7 @@ from transformers.utils import logging as hf_logging
 
 from headwise.errors import ModelError
 from headwise.models.architectures import architecture_of
-from headwise.models.description import describe_model
-from headwise.models.model_info import ModelInfo
+from headwise.models.loaded_model import LoadedModel
 from headwise.models.offloading import held_tensor
 from headwise.models.patient import patient_dir
 
@@ -36,19 +34,6 @@ DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
 
 
 _LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError, struct.error)
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """A model ready to be looked at, with what identifies it."""
-
-    id: str
-    model: PreTrainedModel = field(repr=False)
-    tokenizer: PreTrainedTokenizerBase = field(repr=False)
-
-    def describe(self) -> ModelInfo:
-        """The `model` entry of an artefact."""
-        return describe_model(self.model, self.id)
 
 
 def load_model(

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headwise.errors import ModelError
-from headwise.models.loading import LoadedModel, quietly
+from headwise.models.loaded_model import LoadedModel
+from headwise.models.loading import quietly
 from headwise.models.patch import Patch
 
 

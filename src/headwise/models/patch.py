@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -113,6 +114,22 @@ class Patch:
         if patch.base_fingerprint() != metadata.get("base_slices_sha256"):
             raise ArtefactError("the patch is damaged: its base slices do not match", where=path)
         return patch
+
+
+@contextmanager
+def applied(
+    model: PreTrainedModel, patches: Sequence[Patch], *, force: bool = False
+) -> Iterator[None]:
+    """The model with patches on it, in order; afterwards it is as it was."""
+    done: list[Patch] = []
+    try:
+        for patch in patches:
+            patch.apply(model, force=force)
+            done.append(patch)
+        yield
+    finally:
+        for patch in reversed(done):
+            patch.undo(model, force=True)
 
 
 def _fits(part: Slice, tensor: Tensor | None) -> bool:

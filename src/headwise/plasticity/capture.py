@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from headwise.artefacts import versions, write_text
 from headwise.errors import ArtefactError
@@ -35,16 +35,16 @@ from headwise.models.architectures import (
     positions_of,
     projection_of,
 )
-from headwise.models.description import describe_model
-from headwise.models.model_info import ModelInfo
+from headwise.models.loaded_model import LoadedModel, takes_model
+from headwise.models.patch import Patch, applied
 from headwise.models.tensor_files import write_array
 from headwise.plasticity.buckets import Buckets
-from headwise.plasticity.capture_info import FILE, CapturedTexts, CaptureInfo, CaptureSettings
+from headwise.plasticity.capture_info import FILE, CaptureInfo, CaptureSettings
 from headwise.plasticity.writer import assemble
 from headwise.progress import Progress, silent, track
 from headwise.texts.batches import batches, encode_texts
-from headwise.texts.text_sets import TextSet
-from headwise.values import from_plain, to_plain
+from headwise.texts.text_sets import TextSet, as_text_set
+from headwise.values import to_plain
 
 STAGING = ".staging"
 
@@ -64,26 +64,47 @@ class Captured:
     note: str = ""
 
 
+@takes_model
 def capture(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    texts: TextSet,
+    loaded: LoadedModel,
+    texts: TextSet | Sequence[str] | None = None,
     *,
     out: Path,
-    name: str,
+    patches: Sequence[Patch | Path] = (),
     heads: Sequence[Head] | None = None,
     settings: CaptureSettings | None = None,
     batch_size: int = 4,
     resume: bool = False,
     progress: Progress = silent,
 ) -> Captured:
-    """Capture the chosen query heads (default all) and the key heads they use."""
-    settings = settings or CaptureSettings()
+    """Capture the chosen query heads (default all) and the key heads they use.
+
+    `patches` are on the model while it runs, and off it afterwards.
+    """
+    read = [Patch.load(patch) if isinstance(patch, Path) else patch for patch in patches]
+    found, how = as_text_set(texts, loaded.id), settings or CaptureSettings()
+    with applied(loaded.model, read):
+        return _capture_as_it_is(loaded, found, Path(out), heads, how, batch_size, resume, progress)
+
+
+def _capture_as_it_is(
+    loaded: LoadedModel,
+    texts: TextSet,
+    out: Path,
+    heads: Sequence[Head] | None,
+    settings: CaptureSettings,
+    batch_size: int,
+    resume: bool,
+    progress: Progress,
+) -> Captured:
+    model = loaded.model
     geometry = geometry_of(model)
     chosen = sorted(heads or all_heads(geometry.num_layers, geometry.num_heads))
-    encoded = encode_texts(tokenizer, texts.texts, max_length=settings.max_length, bos=settings.bos)
-    folder = out if settings.layout == "new" else out / re.sub(r"\W", "_", name)
-    info = _describe(model, name, texts, settings, chosen)
+    encoded = encode_texts(
+        loaded.tokenizer, texts.texts, max_length=settings.max_length, bos=settings.bos
+    )
+    folder = out if settings.layout == "new" else out / re.sub(r"\W", "_", loaded.id)
+    info = _describe(loaded, texts, settings, chosen)
     finished = _finished(folder, info, resume)
     if finished is not None:
         return finished
@@ -104,9 +125,9 @@ def capture(
 
 
 def _describe(
-    model: PreTrainedModel, name: str, texts: TextSet, settings: CaptureSettings, heads: list[Head]
+    loaded: LoadedModel, texts: TextSet, settings: CaptureSettings, heads: list[Head]
 ) -> CaptureInfo:
-    geometry = geometry_of(model)
+    model, geometry = loaded.model, geometry_of(loaded.model)
     every = len(heads) == geometry.num_layers * geometry.num_heads
     note = ""
     if positions_of(model) == "alibi":
@@ -115,8 +136,8 @@ def _describe(
             "content only; pairs of keys d apart differ by slope * d in their logits besides"
         )
     return CaptureInfo(
-        model=from_plain(ModelInfo, describe_model(model, name), name),
-        texts=CapturedTexts(texts.name, len(texts.texts), texts.sha256),
+        model=loaded.describe(),
+        texts=texts.describe(),
         settings=settings,
         heads=tuple(str(head) for head in heads),
         capture_point="before RoPE" if settings.pre_rope else "as scored (after RoPE)",

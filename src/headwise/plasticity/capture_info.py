@@ -8,6 +8,7 @@ from typing import Literal
 
 from headwise.artefacts import load_artefact, save_artefact
 from headwise.models.model_info import ModelInfo
+from headwise.provenance import TextInfo
 from headwise.values import OMITTED, from_plain, to_plain
 
 FILE = "capture.json"
@@ -27,20 +28,11 @@ class CaptureSettings:
 
 
 @dataclass(frozen=True)
-class CapturedTexts:
-    """The texts that were read."""
-
-    name: str
-    count: int
-    sha256: str
-
-
-@dataclass(frozen=True)
 class CaptureInfo:
     """One capture: of what, how, and how far it has come."""
 
     model: ModelInfo
-    texts: CapturedTexts
+    texts: TextInfo
     settings: CaptureSettings
     heads: tuple[str, ...]
     capture_point: str

@@ -66,9 +66,18 @@ def read_snapshot(path: Path) -> Snapshot:
     return Snapshot(Diagnosis.load(path), None, plasticity)
 
 
+def snapshot_of(side: Snapshot | Evaluation | Diagnosis | Path) -> Snapshot:
+    """One side of a comparison from a value, a file or a folder."""
+    if isinstance(side, Snapshot):
+        return side
+    if isinstance(side, Evaluation):
+        return Snapshot(side.diagnosis, side)
+    return Snapshot(side) if isinstance(side, Diagnosis) else read_snapshot(Path(side))
+
+
 def compare(
-    before: Snapshot,
-    after: Snapshot,
+    before: Snapshot | Evaluation | Diagnosis | Path,
+    after: Snapshot | Evaluation | Diagnosis | Path,
     *,
     plan: SurgeryPlan | None = None,
     checkpoints: Sequence[tuple[int, Map]] = (),
@@ -81,6 +90,7 @@ def compare(
     `whole_layers`: the patch changes whole projections (lora), not only the planned heads.
     `seed` is the bootstrap's.
     """
+    before, after = snapshot_of(before), snapshot_of(after)
     _require_comparable(before, after)
     plan = plan or _plan_of(after)
     _require_shapes(before.diagnosis, plan, checkpoints)

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from headwise.artefacts import content_hash
 from headwise.models.architectures import architecture_of, device_of
-from headwise.models.model_info import ModelInfo
-from headwise.models.patch import Patch
+from headwise.models.loaded_model import LoadedModel, takes_model
+from headwise.models.patch import Patch, applied
 from headwise.progress import Progress, silent, track
 from headwise.proof.completed_texts import (
     Completion,
@@ -31,72 +31,49 @@ from headwise.proof.completed_texts import (
 )
 
 
+@takes_model
 def complete(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    loaded: LoadedModel,
     prompts: Sequence[Prompt] | None = None,
     sampling: Sampling | None = None,
     *,
     patches: Mapping[str, Sequence[Patch | Path]] | None = None,
-    base: ModelInfo | None = None,
     batch_size: int = 10,
     progress: Progress = silent,
 ) -> Completions:
     """Complete prompts (default: the bundled ones) with the stock model and with patches.
 
     `patches` names conditions and what each applies, in order; a path is read when its turn comes.
-    `base` describes the stock model in the artefact. The model is left as it was.
+    The model is left as it was.
     """
     chosen = bundled_prompts() if prompts is None else list(prompts)
     how = sampling or Sampling()
+    provenance = CompletionProvenance(prompts_hash(chosen), model=loaded.describe())
     conditions: dict[str, list[Completion]] = {}
-    for name, applied in {"stock": (), **(patches or {})}.items():
-        read = [Patch.load(one) if isinstance(one, Path) else one for one in applied]
-        conditions[name] = _with_patches(
-            model, tokenizer, chosen, how, read, batch_size=batch_size, progress=progress
-        )
-    provenance = CompletionProvenance(prompts_hash(chosen), model=base)
+    for name, found in {"stock": (), **(patches or {})}.items():
+        read = [Patch.load(one) if isinstance(one, Path) else one for one in found]
+        with applied(loaded.model, read):
+            conditions[name] = complete_prompts(
+                loaded, chosen, how, batch_size=batch_size, progress=progress
+            )
     return Completions(conditions, how, provenance)
 
 
-def _with_patches(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
-    sampling: Sampling,
-    patches: Sequence[Patch],
-    *,
-    batch_size: int,
-    progress: Progress,
-) -> list[Completion]:
-    applied: list[Patch] = []
-    try:
-        for patch in patches:
-            patch.apply(model)
-            applied.append(patch)
-        return complete_prompts(
-            model, tokenizer, prompts, sampling, batch_size=batch_size, progress=progress
-        )
-    finally:
-        for patch in reversed(applied):
-            patch.undo(model)
-
-
 def complete_prompts(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    loaded: LoadedModel,
     prompts: Sequence[Prompt],
     sampling: Sampling,
     *,
     batch_size: int = 10,
     progress: Progress = silent,
 ) -> list[Completion]:
-    """One completion a prompt, by the model as it is."""
+    """One completion per prompt, by the model as it is."""
     rows: list[Completion] = []
     starts = list(range(0, len(prompts), batch_size))
     for start in track(starts, "completing", progress):
         part = prompts[start : start + batch_size]
-        for prompt, text in zip(part, _sample(model, tokenizer, part, sampling), strict=True):
+        texts = _sample(loaded.model, loaded.tokenizer, part, sampling)
+        for prompt, text in zip(part, texts, strict=True):
             rows.append(Completion(prompt, text, measure_text(text, prompt)))
     return rows
 

@@ -8,9 +8,11 @@ costs, so that functional recovery can be told: not sick *and* useful with 95% c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from headwise.artefacts import versions
 from headwise.bundled import DATA
@@ -21,8 +23,9 @@ from headwise.diagnosis.values import SICK, Diagnosis
 from headwise.errors import TextError
 from headwise.heads import Head, all_heads, select_heads
 from headwise.models.architectures import geometry_of
-from headwise.models.description import describe_model
+from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.model_info import ModelInfo
+from headwise.models.patch import Patch, applied
 from headwise.models.patch_info import PatchInfo
 from headwise.progress import Progress, silent
 from headwise.proof.ablation import Ablation, ablate_heads, first_order_importance
@@ -40,7 +43,7 @@ from headwise.proof.evaluation import (
 from headwise.proof.perplexity import TextLosses, text_losses
 from headwise.surgery.plan import operated_heads
 from headwise.texts.batches import DEFAULT_MAX_LENGTH, batches, encode_texts
-from headwise.texts.text_sets import TextSet, read_texts
+from headwise.texts.text_sets import TextSet, default_texts, read_texts
 
 _SMALL = 100  # heads; exact ablation of all of them is cheap up to here
 
@@ -53,72 +56,135 @@ def paper_prompts() -> TextSet:
     return TextSet("paper-appendix-a", read_texts([str(PAPER_PROMPTS)]).texts)
 
 
+@takes_model
 def evaluate(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    text_sets: Sequence[TextSet],
+    loaded: LoadedModel,
+    text_sets: Sequence[TextSet] | None = None,
     *,
-    name: str | None = None,
-    patches: Sequence[PatchInfo] = (),
-    base: ModelInfo | None = None,
-    ablated: Sequence[Head] | None = None,
+    patches: Sequence[Patch | Path] = (),
+    heads: str | Sequence[Head] | None = None,
     joint: Mapping[str, Sequence[Head]] | None = None,
     max_length: int = DEFAULT_MAX_LENGTH,
     max_texts: int = 64,
     batch_size: int = 4,
+    tasks: Sequence[str] = (),
+    force: bool = False,
     seed: int = 0,
     progress: Progress = silent,
 ) -> Evaluation:
-    """Evaluate one condition; heads are judged on the first text set.
+    """Evaluate one condition: the model with `patches` on it, which it loses again afterwards.
 
-    `patches` and `base` describe what was applied to which model; `ablated` heads are ablated one
-    by one (default: all), `joint` sets together; `seed` is the bootstrap's.
+    Heads are judged on the first text set: `heads` (a selection or a list; default: the operated
+    ones, and all in models of at most 100) one by one, and `joint` sets together.
     """
-    if not text_sets:
+    read = [Patch.load(p) if isinstance(p, Path) else p for p in patches]
+    told = [
+        patch.describe(p if isinstance(p, Path) else None)
+        for patch, p in zip(read, patches, strict=True)
+    ]
+    base = loaded.describe()
+    sets = [default_texts(loaded.id)] if text_sets is None else list(text_sets)
+    if not sets:
         raise TextError("no text to evaluate on", fix="pass --texts")
-    judged = TextSet(text_sets[0].name, text_sets[0].texts[:max_texts])
-    encoded = encode_texts(tokenizer, judged.texts, max_length=max_length)
-    losses = _losses(model, tokenizer, text_sets, max_length, batch_size, progress)
+    how = _How(max_length, max_texts, batch_size, seed, progress)
+    with applied(loaded.model, read, force=force):
+        found = _evaluate_as_it_is(
+            loaded, base, told, sets, _wanted(loaded, heads, joint, told), how
+        )
+        if tasks:
+            from headwise.proof.lm_eval import run_tasks
+
+            scores = run_tasks(loaded.model, loaded.tokenizer, tasks, batch_size=batch_size)
+            found = replace(found, tasks=scores)
+    return found
+
+
+@dataclass(frozen=True)
+class _How:
+    """How everything is measured."""
+
+    max_length: int
+    max_texts: int
+    batch_size: int
+    seed: int
+    progress: Progress
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """Heads to ablate one by one, and sets to ablate together."""
+
+    singles: list[Head]
+    joint: dict[str, list[Head]]
+
+
+def _wanted(
+    loaded: LoadedModel,
+    heads: str | Sequence[Head] | None,
+    joint: Mapping[str, Sequence[Head]] | None,
+    patches: Sequence[PatchInfo],
+) -> _Wanted:
+    geometry = geometry_of(loaded.model)
+    operated = operated_heads(patches)
+    sets = {"operated": operated} if operated and joint is None else {}
+    sets |= {name: list(found) for name, found in (joint or {}).items() if found}
+    if heads is not None and not isinstance(heads, str):
+        return _Wanted(list(heads), sets)
+    every = all_heads(geometry.num_layers, geometry.num_heads)
+    if heads is None:
+        return _Wanted(every if len(every) <= _SMALL else operated, sets)
+    if heads == "none":
+        return _Wanted([], sets)
+    found = select_heads(heads, num_layers=geometry.num_layers, num_heads=geometry.num_heads)
+    return _Wanted(found, sets)
+
+
+def _evaluate_as_it_is(
+    loaded: LoadedModel,
+    base: ModelInfo,
+    patches: Sequence[PatchInfo],
+    text_sets: Sequence[TextSet],
+    wanted: _Wanted,
+    how: _How,
+) -> Evaluation:
+    judged = TextSet(text_sets[0].name, text_sets[0].texts[: how.max_texts])
+    encoded = encode_texts(loaded.tokenizer, judged.texts, max_length=how.max_length)
+    losses = _losses(loaded, text_sets, how)
     diagnosis = diagnose(
-        model,
-        tokenizer,
+        loaded,
         judged,
-        name=name,
-        max_length=max_length,
-        batch_size=batch_size,
-        progress=progress,
+        max_length=how.max_length,
+        batch_size=how.batch_size,
+        progress=how.progress,
     )
-    heads = _head_costs(model, encoded, ablated, joint or {}, batch_size, progress, seed)
+    heads = _head_costs(loaded.model, encoded, wanted, how)
     return Evaluation(
-        model=base or describe_model(model, name),
+        model=base,
         patches=tuple(patches),
-        text_sets={key: value.summary(seed) for key, value in losses.items()},
+        text_sets={key: value.summary(how.seed) for key, value in losses.items()},
         diagnosis=diagnosis,
         heads=heads,
         recovery=_recovery(diagnosis, heads, operated_heads(patches)),
         mlp_dormancy=MlpDormancy(
-            weight_dormancy(model),
-            activation_dormancy(model, batches(encoded, batch_size)),
+            weight_dormancy(loaded.model),
+            activation_dormancy(loaded.model, batches(encoded, how.batch_size)),
             "the weight rule cannot change when only attention is trained",
         ),
         provenance=EvaluationProvenance(
-            versions(), EvaluationSettings(max_length, max_texts, seed)
+            versions(), EvaluationSettings(how.max_length, how.max_texts, how.seed)
         ),
     )
 
 
-def _losses(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    text_sets: Sequence[TextSet],
-    max_length: int,
-    batch_size: int,
-    progress: Progress,
-) -> dict[str, TextLosses]:
+def _losses(loaded: LoadedModel, text_sets: Sequence[TextSet], how: _How) -> dict[str, TextLosses]:
     """Losses of every set; a text that stands in several sets is scored once."""
     every = TextSet("all", tuple(dict.fromkeys(t for texts in text_sets for t in texts.texts)))
     found = text_losses(
-        model, tokenizer, every, max_length=max_length, batch_size=batch_size, progress=progress
+        loaded,
+        every,
+        max_length=how.max_length,
+        batch_size=how.batch_size,
+        progress=how.progress,
     )
     place = {text: number for number, text in enumerate(every.texts)}
     rows = {texts.name: [place[text] for text in texts.texts] for texts in text_sets}
@@ -128,49 +194,22 @@ def _losses(
     }
 
 
-def chosen_heads(
-    model: PreTrainedModel, selection: str | None, patches: Sequence[PatchInfo]
-) -> tuple[list[Head], dict[str, list[Head]]]:
-    """Heads to ablate one by one, and sets to ablate together.
-
-    By default: the operated heads and, in models of at most 100 heads, all others too.
-    """
-    geometry = geometry_of(model)
-    layers, heads = geometry.num_layers, geometry.num_heads
-    operated = operated_heads(patches)
-    joint = {"operated": operated} if operated else {}
-    if selection == "none":
-        return [], joint
-    if selection is not None:
-        return select_heads(selection, num_layers=layers, num_heads=heads), joint
-    every = all_heads(layers, heads)
-    return (every if len(every) <= _SMALL else operated), joint
-
-
 def _head_costs(
-    model: PreTrainedModel,
-    encoded: list[list[int]],
-    ablated: Sequence[Head] | None,
-    joint: Mapping[str, Sequence[Head]],
-    batch_size: int,
-    progress: Progress,
-    seed: int,
+    model: PreTrainedModel, encoded: list[list[int]], wanted: _Wanted, how: _How
 ) -> HeadCosts:
     """Single, joint and first-order ablation costs in nats per token."""
-    geometry = geometry_of(model)
-    every = all_heads(geometry.num_layers, geometry.num_heads)
-    singles = list(every if ablated is None else ablated)
-    named = {key: list(heads) for key, heads in joint.items() if heads}
-    sets = [[head] for head in singles] + list(named.values())
-    labels = [str(head) for head in singles] + [f"{JOINT}{key}" for key in named]
-    means = measure_means(model, batches(encoded, batch_size))
-    zero = ablate_heads(model, encoded, sets, means=means, progress=progress)
-    mean = ablate_heads(model, encoded, sets, replacement="mean", means=means, progress=progress)
+    sets = [[head] for head in wanted.singles] + list(wanted.joint.values())
+    labels = [str(head) for head in wanted.singles] + [f"{JOINT}{key}" for key in wanted.joint]
+    means = measure_means(model, batches(encoded, how.batch_size))
+    zero = ablate_heads(model, encoded, sets, means=means, progress=how.progress)
+    mean = ablate_heads(
+        model, encoded, sets, replacement="mean", means=means, progress=how.progress
+    )
     return HeadCosts(
         len(encoded),
-        zero.costs(labels, seed),
-        mean.costs(labels, seed),
-        _first_order(model, encoded, zero, singles, batch_size),
+        zero.costs(labels, how.seed),
+        mean.costs(labels, how.seed),
+        _first_order(model, encoded, zero, wanted.singles, how.batch_size),
     )
 
 

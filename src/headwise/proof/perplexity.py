@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from headwise.forward.losses import IGNORED, shifted_targets, token_losses
 from headwise.forward.tap import tapped
 from headwise.intervals import Interval, mean_interval
 from headwise.models.architectures import device_of
+from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.progress import Progress, silent, track
 from headwise.proof.evaluation import DocumentLosses
 from headwise.texts.batches import DEFAULT_MAX_LENGTH, batches, encode_texts
@@ -73,9 +73,9 @@ def make_windows(encoded: Sequence[Sequence[int]], size: int, stride: int) -> Wi
     return Windows(pieces, document, ignored)
 
 
+@takes_model
 def text_losses(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    loaded: LoadedModel,
     texts: TextSet,
     *,
     max_length: int = DEFAULT_MAX_LENGTH,
@@ -85,7 +85,8 @@ def text_losses(
     progress: Progress = silent,
 ) -> TextLosses:
     """Losses of every document of a text set, whole documents, whatever their length."""
-    encoded = encode_texts(tokenizer, texts.texts, max_length=None, bos=bos)
+    model = loaded.model
+    encoded = encode_texts(loaded.tokenizer, texts.texts, max_length=None, bos=bos)
     windows = make_windows(encoded, max_length, stride or max(1, max_length // 2))
     sums = np.zeros(len(encoded))
     tokens = np.zeros(len(encoded), dtype=np.int64)

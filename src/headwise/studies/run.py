@@ -20,12 +20,11 @@ from headwise.diagnosis.diagnose import diagnose
 from headwise.diagnosis.values import Diagnosis
 from headwise.errors import ArtefactError, SelectionError
 from headwise.heads import Head
-from headwise.models.loading import LoadedModel, load_model
-from headwise.models.model_info import ModelInfo
-from headwise.models.patch import Patch
-from headwise.models.patch_info import PatchInfo
+from headwise.models.loaded_model import LoadedModel
+from headwise.models.loading import load_model
+from headwise.models.patch import Patch, applied
 from headwise.progress import Progress, silent, stage
-from headwise.proof.compare import Snapshot, compare
+from headwise.proof.compare import compare
 from headwise.proof.completed_texts import bundled_prompts
 from headwise.proof.completions import complete
 from headwise.proof.evaluate import evaluate
@@ -50,7 +49,6 @@ class StudySetting:
     study: Study
     out: Path
     loaded: LoadedModel = field(repr=False)
-    base: ModelInfo = field(repr=False)
     heldout: list[TextSet] = field(repr=False)
     progress: Progress = field(repr=False)
     corpora: dict[tuple[str, int], Corpus] = field(default_factory=dict, repr=False)
@@ -72,16 +70,14 @@ class StudySetting:
     @property
     def max_length(self) -> int:
         """Tokens a held-out text is cut at, at most what the model was made for."""
-        config = self.loaded.model.config.get_text_config()
-        limit = getattr(config, "max_position_embeddings", None) or self.study.max_length
-        return min(self.study.max_length, int(limit))
+        return min(self.study.max_length, self.loaded.max_positions or self.study.max_length)
 
 
 def run_study(study: Study, *, out: Path, progress: Progress = silent) -> Path:
     """Run, or go on with, a study; returns its folder."""
     _require_same(study, out)
     loaded = load_model(study.model, dtype=study.dtype, device_map=study.device_map)
-    setting = StudySetting(study, out, loaded, loaded.describe(), study.heldout_texts(), progress)
+    setting = StudySetting(study, out, loaded, study.heldout_texts(), progress)
     stock = _stock_diagnosis(setting)
     plans = {arm.name: _plan(stock, arm.plan or study.plan) for arm in study.arms}
     before = _stock_evaluation(setting, stock, plans)
@@ -116,10 +112,8 @@ def _stock_diagnosis(setting: StudySetting) -> Diagnosis:
     stage("diagnosing the stock model", setting.progress)
     judged = TextSet(setting.heldout[0].name, setting.heldout[0].texts[: setting.study.max_texts])
     diagnosis = diagnose(
-        setting.loaded.model,
-        setting.loaded.tokenizer,
+        setting.loaded,
         judged,
-        name=setting.loaded.id,
         max_length=setting.max_length,
         batch_size=setting.study.batch_size,
         progress=setting.progress,
@@ -145,24 +139,21 @@ def _stock_evaluation(
     return found
 
 
-def _ablated(setting: StudySetting, operated: list[Head]) -> list[Head] | None:
-    return None if setting.study.ablate == "all" else sorted(set(operated))
+def _ablated(setting: StudySetting, operated: list[Head]) -> list[Head] | str:
+    return "all" if setting.study.ablate == "all" else sorted(set(operated))
 
 
 def _evaluate(
     setting: StudySetting,
-    patches: list[PatchInfo],
+    patches: list[Patch],
     joint: dict[str, list[Head]],
-    ablated: list[Head] | None,
+    heads: list[Head] | str,
 ) -> Evaluation:
     return evaluate(
-        setting.loaded.model,
-        setting.loaded.tokenizer,
+        setting.loaded,
         setting.heldout,
-        name=setting.loaded.id,
         patches=patches,
-        base=setting.base,
-        ablated=ablated,
+        heads=heads,
         joint=joint,
         max_length=setting.max_length,
         max_texts=setting.study.max_texts,
@@ -182,26 +173,20 @@ def _run_arm(
 ) -> None:
     """All passes of one arm: repair, evaluate with the patches so far, compare with stock."""
     patches: list[Patch] = []
-    try:
-        for number in range(1, arm.passes + 1):
-            folder = run_folder(setting.out, arm.name, seed, number)
-            if number > 1:
-                found = Evaluation.load(run_folder(setting.out, arm.name, seed) / "evaluation.json")
-                try:
-                    plan = _second_plan(setting, arm, found)
-                except SelectionError:
-                    stage(
-                        f"{arm.name} s{seed}: nothing left to operate on in pass {number}",
-                        setting.progress,
-                    )
-                    return
+    first = run_folder(setting.out, arm.name, seed)
+    for number in range(1, arm.passes + 1):
+        folder = run_folder(setting.out, arm.name, seed, number)
+        if number > 1:
+            found = Evaluation.load(first / "evaluation.json")
+            try:
+                plan = _second_plan(setting, arm, found)
+            except SelectionError:
+                told = f"{arm.name} s{seed}: nothing left to operate on in pass {number}"
+                stage(told, setting.progress)
+                return
+        with applied(setting.loaded.model, patches):
             patches.append(_one_pass(setting, arm, seed, plan, folder))
-            patches[-1].apply(setting.loaded.model)
-            first = run_folder(setting.out, arm.name, seed)
-            _prove(setting, patches, folder, before, run_maps(folder, first), arm.mode == "lora")
-    finally:
-        for patch in reversed(patches):
-            patch.undo(setting.loaded.model, force=True)
+        _prove(setting, patches, folder, before, run_maps(folder, first), arm.mode == "lora")
 
 
 def _second_plan(setting: StudySetting, arm: StudyArm, found: Evaluation) -> SurgeryPlan:
@@ -219,8 +204,7 @@ def _one_pass(
     stage(f"{arm.name} s{seed}: {arm.mode} on {len(plan.target_heads)} heads", setting.progress)
     recipe = setting.study.recipe_of(arm)
     run = repair(
-        setting.loaded.model,
-        setting.loaded.tokenizer,
+        setting.loaded,
         plan,
         setting.corpus(arm.corpus, recipe),
         recipe,
@@ -244,14 +228,13 @@ def _prove(
     """Evaluate with all patches so far, and compare with stock by what they really touched."""
     path = folder / "evaluation.json"
     if not path.exists():
-        info = [patch.describe() for patch in patches]
-        targets = operated_heads(info)
-        _evaluate(setting, info, {"operated": targets}, _ablated(setting, targets)).save(path)
+        targets = operated_heads(patch.info for patch in patches)
+        _evaluate(setting, patches, {"operated": targets}, _ablated(setting, targets)).save(path)
     after = Evaluation.load(path)
     if not (folder / "comparison.json").exists():
         compare(
-            Snapshot(before.diagnosis, before),
-            Snapshot(after.diagnosis, after),
+            before,
+            after,
             checkpoints=checkpoints,
             whole_layers=whole_layers,
         ).save(folder / "comparison.json")
@@ -269,10 +252,7 @@ def _complete(setting: StudySetting) -> None:
         arm.name: [*arm_patches(setting.out, arm, (arm.seeds or setting.study.seeds)[0])]
         for arm in setting.study.arms
     }
-    loaded = setting.loaded
-    complete(
-        loaded.model, loaded.tokenizer, prompts, patches=patches, progress=setting.progress
-    ).save(path)
+    complete(setting.loaded, prompts, patches=patches, progress=setting.progress).save(path)
 
 
 def arm_patches(out: Path, arm: StudyArm, seed: int) -> list[Path]:

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from headwise.diagnosis.mean_outputs import measure_means
 from headwise.models.architectures import device_of
+from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.patch import Patch, Slice
 from headwise.progress import Progress, silent
 from headwise.settings import changed
@@ -30,13 +31,13 @@ from headwise.surgery.operation import operate, require_planned_model, silence, 
 from headwise.surgery.plan import SurgeryPlan
 from headwise.surgery.prefix import PREFIX
 from headwise.surgery.probes import first_token_map
-from headwise.surgery.recipe import Recipe
+from headwise.surgery.recipe import Recipe, default_recipe
 from headwise.surgery.run_settings import PATCH, RUN, RunSettings, is_finished
 from headwise.surgery.run_state import RunState
 from headwise.surgery.slice_training import make_masters, master_slices
 from headwise.surgery.training import train
 from headwise.texts.corpus import Corpus, build_corpus
-from headwise.texts.text_sets import TextSet
+from headwise.texts.text_sets import TextSet, as_text_set, default_corpus
 
 _MEAN_BLOCKS = 32  # blocks for the heads' mean outputs (compensate: mean)
 
@@ -51,12 +52,12 @@ class RepairRun:
     state: RunState = field(repr=False)
 
 
+@takes_model
 def repair(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    loaded: LoadedModel,
     plan: SurgeryPlan,
-    texts: TextSet | Corpus,
-    recipe: Recipe,
+    corpus: TextSet | Corpus | Sequence[str] | None = None,
+    recipe: Recipe | None = None,
     *,
     out: Path,
     mode: Mode = "surgery",
@@ -67,22 +68,28 @@ def repair(
     tracker: str | None = None,
     progress: Progress = silent,
 ) -> RepairRun:
-    """Repair in one mode and write `out/`; the model is left as it was, the result is the patch."""
+    """Repair in one mode and write `out/`; the model is left as it was, the result is the patch.
+
+    Without a `corpus` the patient is trained on its own; without a `recipe` the model's default is
+    used. `excluded` texts, those of a later evaluation, are left out of the corpus.
+    """
+    out, model = Path(out), loaded.model
+    recipe = recipe or default_recipe(loaded.id)
     fingerprint = require_planned_model(model, plan, force=force)
     if mode == "random-heads":
         plan = random_heads_plan(plan, seed)
     if mode not in TRAINED:
         recipe = changed(recipe, steps=0)
-    corpus = _corpus(texts, tokenizer, recipe, excluded)
+    blocks = _corpus(corpus, loaded, recipe, excluded)
     threads = torch.get_num_threads()
     settings = RunSettings(
-        plan.model.id, fingerprint, plan, recipe, mode, seed, corpus.info, threads
+        plan.model.id, fingerprint, plan, recipe, mode, seed, blocks.info, threads
     )
     if is_finished(settings, out, resume=resume):
         return RepairRun(out, mode, Patch.load(out / PATCH), RunState())
     if not (out / RUN).exists():
         settings.save(out)
-    job = _job(model, settings, corpus, out, _tracker(tracker, out, settings))
+    job = _job(model, settings, blocks, out, _tracker(tracker, out, settings))
     patch, state = _run(job, settings, resume, progress)
     patch.save(out / PATCH)
     replace(settings, finished=True).save(out)
@@ -91,15 +98,19 @@ def repair(
 
 
 def _corpus(
-    texts: TextSet | Corpus,
-    tokenizer: PreTrainedTokenizerBase,
+    texts: TextSet | Corpus | Sequence[str] | None,
+    loaded: LoadedModel,
     recipe: Recipe,
     excluded: Sequence[str],
 ) -> Corpus:
     if isinstance(texts, Corpus):
         return texts
     return build_corpus(
-        texts, tokenizer, block=recipe.block, batch_tokens=recipe.batch_tokens, excluded=excluded
+        default_corpus(loaded.id) if texts is None else as_text_set(texts, loaded.id),
+        loaded.tokenizer,
+        block=recipe.block,
+        batch_tokens=recipe.batch_tokens,
+        excluded=excluded,
     )
 
 

@@ -50,6 +50,20 @@ def default_texts(model_name: str) -> TextSet:
     return bundled_texts()
 
 
+def as_text_set(texts: TextSet | Sequence[str] | None, model_name: str) -> TextSet:
+    """Given texts, or the default of the model."""
+    if texts is None:
+        return default_texts(model_name)
+    if isinstance(texts, TextSet):
+        return texts
+    if isinstance(texts, str) or not all(text.strip() for text in texts) or not texts:
+        raise TextError(
+            "texts must be a non-empty list of non-empty strings",
+            fix="pass e.g. texts=['Some text.', 'Another one.']",
+        )
+    return TextSet("given", tuple(texts))
+
+
 def default_corpus(model_name: str) -> TextSet:
     """The patient's own training corpus; any other model needs --corpus."""
     if model_name != "patient":
