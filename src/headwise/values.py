@@ -16,7 +16,6 @@ from typing import Annotated, Any, TypeVar, cast
 import numpy as np
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     Field,
     GetCoreSchemaHandler,
     TypeAdapter,
@@ -54,11 +53,20 @@ class _Numbers:
         return array
 
 
-def _none_if_empty(value: object) -> object:
-    return value or None
+class _NoneIfEmpty:
+    """How an optional section is read that is written as {} where there is none."""
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        # A validator in front would turn JSON into Python, where strict takes no list for a tuple.
+        nothing = core_schema.no_info_plain_validator_function(lambda value: None)
+        return core_schema.tagged_union_schema(
+            {"": handler(source), "{}": nothing}, lambda value: "{}" if value == {} else ""
+        )
 
 
-Empty = BeforeValidator(_none_if_empty)  # of a section that is written as {} where there is none
+Empty = _NoneIfEmpty()
 HeadArray = Annotated[np.ndarray, _Numbers(2)]  # [layer][head]
 BucketArray = Annotated[np.ndarray, _Numbers(3)]  # [layer][head][bucket]
 PooledArray = Annotated[np.ndarray, _Numbers(4)]  # [layer][head][query bucket][key bucket]
@@ -106,7 +114,7 @@ def from_plain(kind: type[Value], body: object, where: object) -> Value:
         return value
     except ValidationError as error:
         first, *more = error.errors(include_url=False)
-        place = ".".join(map(str, first["loc"])) or "the file"
+        place = ".".join(str(part) for part in first["loc"] if part != "") or "the file"
         also = f" (and {len(more)} more faults)" if more else ""
         raise ArtefactError(
             f"{place}: {first['msg'][:200]}{also}",
