@@ -44,13 +44,15 @@ class _Numbers:
         return core_schema.no_info_plain_validator_function(self._array)
 
     def _array(self, value: object) -> np.ndarray:
+        wrong = f"not a table of finite numbers with {self.axes} axes"
         try:
-            array = np.array(value, dtype=float)
-        except (TypeError, ValueError):
-            raise ValueError("not a table of numbers") from None
-        if array.ndim != self.axes or not np.isfinite(array).all():
-            raise ValueError(f"not a table of finite numbers with {self.axes} axes")
-        return array
+            array = np.array(value)
+        except ValueError:  # ragged
+            raise ValueError(wrong) from None
+        # text that looks like a number is none: np.array(["1"], dtype=float) would take it
+        if array.ndim != self.axes or array.dtype.kind not in "iuf" or not np.isfinite(array).all():
+            raise ValueError(wrong)
+        return array.astype(float)
 
 
 class _NoneIfEmpty:

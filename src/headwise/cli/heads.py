@@ -103,7 +103,6 @@ def survey(
 ) -> None:
     """Compare several models, or saved diagnoses, in one table and one figure."""
     from headwise.cli.show import console, table
-    from headwise.diagnosis.diagnose import diagnose as run
     from headwise.diagnosis.figures import survey_panels
     from headwise.diagnosis.survey import read_diagnoses, survey_models, survey_table
     from headwise.diagnosis.values import Diagnosis
@@ -114,6 +113,8 @@ def survey(
         if source.endswith(".json"):
             diagnoses += read_diagnoses(Path(source))
             continue
+        from headwise.diagnosis.diagnose import diagnose as run  # torch, for models alone
+
         loaded = load(source, dtype, device_map, False, False)
         diagnoses.append(
             run(

@@ -117,6 +117,7 @@ def complete(
         prompts_hash,
         read_prompts,
     )
+    from headwise.values import to_plain
 
     chosen = bundled_prompts() if prompts is None else read_prompts(prompts)
     sampling = Sampling(new_tokens, temperature, top_p, seed)
@@ -137,7 +138,7 @@ def complete(
     body = completions_body(
         conditions,
         sampling,
-        {"model": base, "prompts_sha256": prompts_hash(chosen), "versions": versions()},
+        {"model": to_plain(base), "prompts_sha256": prompts_hash(chosen), "versions": versions()},
     )
     rows = [
         [n, *(s["all"][k] for k in ("words", "distinct_2", "repetition", "markup_share"))]

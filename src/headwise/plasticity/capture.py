@@ -42,6 +42,7 @@ from headwise.plasticity.writer import assemble
 from headwise.progress import track
 from headwise.texts.batches import batches, encode_texts
 from headwise.texts.text_sets import TextSet
+from headwise.values import to_plain
 
 STAGING = ".staging"
 
@@ -125,8 +126,8 @@ def _metadata(
             "content only; pairs of keys d apart differ by slope * d in their logits besides"
         )
     return {
-        "model": describe_model(model, name),
-        "texts": texts.describe(),
+        "model": to_plain(describe_model(model, name)),
+        "texts": to_plain(texts.describe()),
         "settings": settings.__dict__ | {},
         "heads": [str(head) for head in heads],
         **({} if every else {"head_sampling": "selection"}),
