@@ -11,6 +11,8 @@ from conftest import SENTENCES
 from headwise.heads import format_heads, select_heads
 from headwise.models.architectures import geometry_of
 from headwise.models.description import describe_model
+from headwise.models.model_info import ModelInfo
+from headwise.models.patch_info import PatchInfo
 from headwise.surgery.job import Job
 from headwise.surgery.operation import operate, unchanged
 from headwise.surgery.plan import PlannedModel, SurgeryPlan
@@ -20,6 +22,7 @@ from headwise.texts.batches import Batch, batches
 from headwise.texts.corpus import Corpus
 from headwise.texts.corpus_info import CorpusInfo
 from headwise.texts.text_sets import TextSet
+from headwise.values import from_plain
 
 TINY_RECIPE = Recipe(
     name="tiny",
@@ -39,11 +42,11 @@ TINY_RECIPE = Recipe(
 def plan_for(model, targets="L0H1,L1H0-1", watched="", **options):
     """A plan for a loaded model; every head that is no target counts as healthy."""
     described = describe_model(model, "tiny")
-    shape = {key: described[key] for key in ("num_layers", "num_heads")}
+    shape = {"num_layers": described.num_layers, "num_heads": described.num_heads}
     chosen = select_heads(targets, **shape)
     healthy = set(select_heads("all", **shape)) - set(chosen)
     return SurgeryPlan(
-        model=PlannedModel(**{key: described[key] for key in PlannedModel.model_fields}),
+        model=PlannedModel(**{key: getattr(described, key) for key in PlannedModel.model_fields}),
         targets=format_heads(chosen),
         watched=watched,
         healthy=format_heads(healthy),
@@ -110,9 +113,28 @@ def group_of(model):
     return geometry_of(model).group
 
 
-def operated_info(*, layers, heads, targets):
-    """A plan's JSON without a model."""
+def patched_with(*, layers, heads, targets):
+    """What is recorded of a patch, without a model."""
     made = PlannedModel(
         id="made", fingerprint="0" * 64, num_layers=layers, num_heads=heads, num_kv_heads=heads
     )
-    return SurgeryPlan(model=made, targets=targets).model_dump(mode="json")
+    return PatchInfo("made", SurgeryPlan(model=made, targets=targets).model_dump(mode="json"))
+
+
+def made_model(num_layers, num_heads, **changes):
+    """What an artefact says of a model that nobody has."""
+    body = {
+        "id": "made",
+        "model_type": "llama",
+        "fingerprint": "0" * 64,
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": num_heads,
+        "head_dim": 8,
+        "hidden_size": 32,
+        "qkv_bias": False,
+        "output_bias": False,
+        "positions": "rope",
+        "num_parameters": 100_000,
+    }
+    return from_plain(ModelInfo, {**body, **changes}, "test")

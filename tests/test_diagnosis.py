@@ -16,12 +16,19 @@ from headwise.cli.show import diagnosis_table, head_grid
 from headwise.diagnosis.dormancy import activation_dormancy, weight_dormancy
 from headwise.diagnosis.measures import MEASURES, positional_baseline
 from headwise.diagnosis.notebook import grid_html
-from headwise.diagnosis.values import Thresholds, classify, diagnosis_from, threshold_sweep
+from headwise.diagnosis.values import (
+    SinkRate,
+    Thresholds,
+    classify,
+    diagnosis_from,
+    threshold_sweep,
+)
 from headwise.errors import ArtefactError, ModelError, TextError
 from headwise.heads import Head, select_heads
 from headwise.models.architectures import alibi_slopes
 from headwise.texts.batches import batches, encode_texts
 from headwise.texts.text_sets import TextSet
+from planned import made_model
 
 TEXTS = [*SENTENCES, " ".join(SENTENCES) * 3]
 
@@ -65,15 +72,15 @@ def test_the_profile_is_the_mean_mass_of_the_queries_in_a_bucket(
 ):
     _, masses = slow(language_model, tokenizer)
     profile = diagnosis.profile
-    assert profile["bucket_start"][:4] == [0, 1, 2, 4]
-    assert profile["bucket_stop"][:4] == [1, 2, 4, 8]
-    assert sum(profile["num_queries"]) == sum(mass.shape[-1] for mass in masses)
-    got = np.array(profile["first_token_mass"])  # (layer, head, bucket)
+    assert profile.bucket_start[:4] == (0, 1, 2, 4)
+    assert profile.bucket_stop[:4] == (1, 2, 4, 8)
+    assert sum(profile.num_queries) == sum(mass.shape[-1] for mass in masses)
+    got = profile.first_token_mass  # (layer, head, bucket)
     for bucket, (start, stop) in enumerate(
-        zip(profile["bucket_start"], profile["bucket_stop"], strict=True)
+        zip(profile.bucket_start, profile.bucket_stop, strict=True)
     ):
         queries = np.concatenate([mass[..., start:stop] for mass in masses], -1)
-        assert queries.shape[-1] == profile["num_queries"][bucket]
+        assert queries.shape[-1] == profile.num_queries[bucket]
         np.testing.assert_allclose(got[..., bucket], queries.mean(-1), atol=1e-5)
     np.testing.assert_allclose(got[..., 0], 1, atol=1e-6)  # query 0 sees only itself
 
@@ -103,6 +110,7 @@ def test_a_saved_diagnosis_is_read_back_whole(diagnosis, tmp_path):
     path = diagnosis.save(tmp_path / "diagnosis.json")
     loaded = Diagnosis.load(path)
     assert loaded.to_json() == diagnosis.to_json()
+    assert loaded.save(tmp_path / "again.json").read_bytes() == path.read_bytes()
     for name, value in diagnosis.maps.items():
         assert np.array_equal(loaded.maps[name], value)
     assert loaded.counts == diagnosis.counts
@@ -161,7 +169,7 @@ def test_skipped_queries_are_left_out(language_model, tokenizer):
         atol = 1e-5 if name.endswith("mass") else 1e-4 if "entropy" in name else 2e-3
         expected = values[name].mean(0)
         np.testing.assert_allclose(result.maps[name], expected, atol=atol, rtol=0, err_msg=name)
-    assert result.profile.bucket_start == [2, 4, 8, 16, 32, 64, 128]
+    assert result.profile.bucket_start == (2, 4, 8, 16, 32, 64, 128)
     assert result.profile.num_queries[0] == len(masses)  # query 3 of each text, not query 2
     with pytest.raises(TextError, match="at least 201 are needed"):
         diagnose(language_model, tokenizer, TEXTS, skip_queries=200)
@@ -201,9 +209,8 @@ def test_classes_are_decided_in_order():
 
 
 def synthetic(mass, **options):
-    shape = {"num_layers": mass.shape[0], "num_heads": mass.shape[1], "positions": "rope"}
     return diagnosis_from(
-        model={"id": "made up", **shape},
+        model=made_model(*mass.shape),
         maps={"first_token_mass": mass},
         thresholds=Thresholds(),
         **options,
@@ -216,8 +223,8 @@ def test_the_band_is_the_indices_sick_in_more_than_three_layers_of_ten():
     mass[2:6, 2] = 0.9
     mass[8, 3] = 0.99
     diagnosis = synthetic(mass)
-    assert diagnosis.band.indices == [2]
-    assert diagnosis.band.sick_share_by_index == [0, 0.3, 0.4, 0.1]
+    assert diagnosis.band.indices == (2,)
+    assert diagnosis.band.sick_share_by_index == (0, 0.3, 0.4, 0.1)
     assert diagnosis.counts == {
         "healthy": 32,
         "low_entropy": 0,
@@ -235,7 +242,7 @@ def test_the_band_is_the_indices_sick_in_more_than_three_layers_of_ten():
 
 def test_a_model_without_sick_heads_has_an_empty_band():
     diagnosis = synthetic(np.full((2, 3), 0.1))
-    assert diagnosis.band.indices == []
+    assert diagnosis.band.indices == ()
     assert diagnosis.band_heads == []
     assert diagnosis.threshold_sweep.valley.depth == 0
 
@@ -244,21 +251,21 @@ def test_the_sweep_counts_and_sees_a_valley_only_where_there_is_one():
     rng = np.random.default_rng(0)
     two = np.r_[rng.normal(0.1, 0.03, 200), rng.normal(0.9, 0.03, 200)].clip(0, 1).reshape(20, 20)
     sweep = threshold_sweep(two)
-    assert sweep["counts"] == {"0.40": 200, "0.50": 200, "0.60": 200}
-    assert sweep["share_between_0.4_and_0.6"] == 0
+    assert sweep.counts == {"0.40": 200, "0.50": 200, "0.60": 200}
+    assert sweep.share_between == 0
     assert sweep.valley.depth > 0.9
-    assert 0.3 < sweep["valley"]["position"] < 0.7
+    assert 0.3 < sweep.valley.position < 0.7
     one = rng.normal(0.5, 0.1, 400).clip(0, 1).reshape(20, 20)
     assert threshold_sweep(one).valley.depth < 0.3
     edges = threshold_sweep(np.array([[0.4, 0.41, 0.6, 0.61]]))
-    assert edges["counts"] == {"0.40": 3, "0.50": 2, "0.60": 1}
-    assert edges["share_between_0.4_and_0.6"] == 0.5
+    assert edges.counts == {"0.40": 3, "0.50": 2, "0.60": 1}
+    assert edges.share_between == 0.5
 
 
 def test_the_sink_rate_counts_text_and_head_pairs(diagnosis, language_model, tokenizer):
     values, _ = slow(language_model, tokenizer)
     expected = (values["first_token_mass"] > 0.3).mean()
-    assert diagnosis.sink_rate == {"epsilon": 0.3, "value": pytest.approx(expected)}
+    assert diagnosis.sink_rate == SinkRate(0.3, pytest.approx(expected))
 
 
 @pytest.mark.parametrize("skip", [0, 4])
@@ -321,9 +328,9 @@ def test_weight_dormancy_equals_a_naive_loop(name):
             importances.append(geometric * float(out[:, neuron].norm()))
     cut = float(np.median(importances))
     result = weight_dormancy(model, cut)
-    assert result["num_neurons"] == len(importances)
-    assert result["num_dormant"] == sum(value < cut for value in importances)
-    assert result["share"] == pytest.approx(result["num_dormant"] / len(importances))
+    assert result.num_neurons == len(importances)
+    assert result.num_dormant == sum(value < cut for value in importances)
+    assert result.share == pytest.approx(result.num_dormant / len(importances))
 
 
 @pytest.mark.parametrize("name", ["llama", "opt", "gpt2"])
@@ -349,8 +356,8 @@ def test_activation_dormancy_equals_a_naive_loop_and_ignores_padding(name):
     tau = 0.8
     dormant = [(total <= tau * total.mean()).float().mean().item() for total in totals]
     result = activation_dormancy(model, batches(texts, 2), tau)
-    assert result["share_by_layer"] == pytest.approx(dormant)
-    assert 0 < result["share"] < 1
+    assert result.share_by_layer == pytest.approx(dormant)
+    assert 0 < result.share < 1
 
 
 def test_texts_must_be_real_texts(language_model, tokenizer):
@@ -368,7 +375,7 @@ def test_a_model_that_overflows_is_told_by_head_and_text(tokenizer):
 
 
 def test_a_notebook_shows_the_grid_and_nothing_a_name_smuggles_in(diagnosis):
-    hostile = replace(diagnosis, model={**diagnosis.model, "id": "<script>alert(1)</script>"})
+    hostile = replace(diagnosis, model=replace(diagnosis.model, id="<script>alert(1)</script>"))
     page = hostile._repr_html_()
     assert "<script" not in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page

@@ -11,18 +11,21 @@ import torch
 from conftest import SENTENCES, tiny_language_model, tiny_model
 from headwise.diagnosis.dormancy import activation_dormancy, weight_dormancy
 from headwise.diagnosis.mean_outputs import measure_means
+from headwise.diagnosis.values import Diagnosis
 from headwise.errors import TextError
 from headwise.heads import Head, all_heads
-from headwise.intervals import DRAWS, draw_documents, mean_interval, mean_intervals
+from headwise.intervals import DRAWS, Interval, draw_documents, mean_interval, mean_intervals
 from headwise.models.architectures import architecture_of, geometry_of, layers_of, projection_of
+from headwise.models.loaded_model import LoadedModel
 from headwise.proof.ablation import ablate_heads, first_order_importance
-from headwise.proof.evaluate import _recovery, chosen_heads, evaluate, paper_prompts
-from headwise.proof.evaluation import Evaluation
+from headwise.proof.evaluate import _recovery, _Wanted, _wanted, evaluate, paper_prompts
+from headwise.proof.evaluation import Evaluation, HeadCost, HeadCosts
 from headwise.proof.perplexity import make_windows, paired_difference, text_losses
 from headwise.surgery.operation import operate
+from headwise.surgery.plan import operated_heads
 from headwise.texts.batches import batches
 from headwise.texts.text_sets import TextSet
-from planned import operated_info, plan_for, random_ids
+from planned import made_model, patched_with, plan_for, random_ids, weight_bits
 
 THREE = ("llama", "bloom", "gpt2")
 TEXTS = TextSet("five", SENTENCES)
@@ -48,15 +51,15 @@ def hf_loss(model, ids):
 def test_perplexity_equals_a_plain_loop_with_transformers_loss(speaker, tokenizer):
     encoded = [tokenizer(text)["input_ids"] for text in SENTENCES]
     expected = [hf_loss(speaker, ids) for ids in encoded]
-    found = text_losses(speaker, tokenizer, TEXTS, window=512, batch_size=3)
+    found = text_losses(speaker, tokenizer, TEXTS, max_length=512, batch_size=3)
     assert found.sums == pytest.approx(expected, rel=1e-5)
     assert found.tokens.tolist() == [len(ids) - 1 for ids in encoded]
     total = sum(len(ids) - 1 for ids in encoded)
-    body = found.to_json()
-    assert body["predicted_tokens"] == total
-    assert body["loss"]["value"] == pytest.approx(sum(expected) / total, rel=1e-5)
-    assert body["perplexity"]["value"] == pytest.approx(math.exp(sum(expected) / total), rel=1e-5)
-    assert body["loss"]["low"] < body["loss"]["value"] < body["loss"]["high"]
+    summary = found.summary()
+    assert summary.predicted_tokens == total
+    assert summary.loss.value == pytest.approx(sum(expected) / total, rel=1e-5)
+    assert summary.perplexity.value == pytest.approx(math.exp(sum(expected) / total), rel=1e-5)
+    assert summary.loss.low < summary.loss.value < summary.loss.high
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
@@ -83,7 +86,7 @@ def strided_loss(model, ids, window, stride):
 
 @pytest.mark.parametrize(("window", "stride"), [(16, 8), (16, 4), (10, 9)])
 def test_long_texts_are_scored_with_a_stride(speaker, tokenizer, window, stride):
-    found = text_losses(speaker, tokenizer, TEXTS, window=window, stride=stride, batch_size=3)
+    found = text_losses(speaker, tokenizer, TEXTS, max_length=window, stride=stride, batch_size=3)
     encoded = [tokenizer(text)["input_ids"] for text in SENTENCES]
     expected = [strided_loss(speaker, ids, window, stride) for ids in encoded]
     assert found.sums == pytest.approx(expected, rel=1e-5)
@@ -116,7 +119,7 @@ def test_paired_differences_are_of_the_same_tokens(tokenizer):
     expected = (after.sums - before.sums).sum() / before.tokens.sum()
     assert found.value == pytest.approx(expected)
     assert found.low <= found.value <= found.high
-    assert paired_difference(before, before).to_json() == {"value": 0, "low": 0, "high": 0}
+    assert paired_difference(before, before) == Interval(0, 0, 0)
 
 
 def brute_force(model, encoded, heads, means=None):
@@ -266,46 +269,47 @@ def test_intervals_are_deterministic_and_rows_share_their_draws():
 
 
 def diagnosed_as(label):
-    class Diagnosed:
-        classes = (("healthy", label),)
+    maps = {"first_token_mass": np.zeros((1, 2))}
+    return Diagnosis(made_model(1, 2), maps, classes=(("healthy", label),))
 
-    return Diagnosed()
+
+def recovered(label, low, documents=8):
+    """The recovery of L0H1 with this class, whose zero ablation costs `low` or more."""
+    costs = {} if low is None else {"L0H1": HeadCost(low + 1, low, low + 2, ("L0H1",))}
+    operated = operated_heads([patched_with(layers=1, heads=2, targets="L0H1")])
+    return _recovery(diagnosed_as(label), HeadCosts(documents, costs, {}), operated)
 
 
 @pytest.mark.parametrize(
-    ("label", "cost", "functional"),
+    ("label", "low", "functional"),
     [
-        ("healthy", {"low": 0.001}, True),
-        ("low_entropy", {"low": 0.001}, True),
-        ("healthy", {"low": -0.001}, False),  # it may be worth nothing
-        ("healthy", {"low": 0.0}, False),
-        ("sink", {"low": 0.5}, False),  # useful, but sick
-        ("dead", {"low": 0.5}, False),
+        ("healthy", 0.001, True),
+        ("low_entropy", 0.001, True),
+        ("healthy", -0.001, False),  # it may be worth nothing
+        ("healthy", 0.0, False),
+        ("sink", 0.5, False),  # useful, but sick
+        ("dead", 0.5, False),
         ("healthy", None, False),  # not ablated: nothing is claimed
     ],
 )
-def test_functional_recovery_needs_both_health_and_use(label, cost, functional):
-    plan = operated_info(layers=1, heads=2, targets="L0H1")
-    costs = {"ablation_zero": {} if cost is None else {"L0H1": cost}, "documents": 8}
-    found = _recovery(diagnosed_as(label), costs, [{"plan": plan}])
-    assert found["operated"] == 1
-    assert found["functional"] == int(functional)
-    assert found["exceptions"] == ([] if functional else ["L0H1"])
-    assert found["not_sick"] == int(label not in ("sink", "dead"))
-    assert found["heads"]["L0H1"]["useful"] == (None if cost is None else cost["low"] > 0)
+def test_functional_recovery_needs_both_health_and_use(label, low, functional):
+    found = recovered(label, low)
+    assert found.operated == 1
+    assert found.functional == int(functional)
+    assert found.exceptions == (() if functional else ("L0H1",))
+    assert found.not_sick == int(label not in ("sink", "dead"))
+    assert found.heads["L0H1"].useful == (None if low is None else low > 0)
 
 
-@pytest.mark.parametrize(("cost", "documents"), [({"L0H1": {"low": 0.5}}, 1), ({}, 8)])
-def test_a_head_without_an_interval_is_not_judged(cost, documents):
-    plan = operated_info(layers=1, heads=2, targets="L0H1")
-    costs = {"ablation_zero": cost, "documents": documents}
-    found = _recovery(diagnosed_as("healthy"), costs, [{"plan": plan}])
-    assert (found["judged"], found["functional"]) == (0, 0)
-    assert found["heads"]["L0H1"]["useful"] is None
+@pytest.mark.parametrize(("low", "documents"), [(0.5, 1), (None, 8)])
+def test_a_head_without_an_interval_is_not_judged(low, documents):
+    found = recovered("healthy", low, documents)
+    assert (found.judged, found.functional) == (0, 0)
+    assert found.heads["L0H1"].useful is None
 
 
 def test_without_an_operation_there_is_no_recovery():
-    assert _recovery(diagnosed_as("healthy"), {"ablation_zero": {}}, []) is None
+    assert _recovery(diagnosed_as("healthy"), HeadCosts(8, {}, {}), []) is None
 
 
 def test_activation_dormancy_equals_the_naive_count(model):
@@ -332,8 +336,8 @@ def test_activation_dormancy_equals_the_naive_count(model):
     for layer in range(2):
         mean = torch.cat(seen[layer]).mean(0)
         shares.append(float((mean <= 0.4 * mean.mean()).double().mean()))
-    assert found["share_by_layer"] == pytest.approx(shares)
-    assert found["num_neurons"] == 2 * mean.numel()
+    assert found.share_by_layer == pytest.approx(shares)
+    assert found.num_neurons == 2 * mean.numel()
 
 
 def test_training_attention_cannot_change_weight_dormancy():
@@ -349,66 +353,62 @@ def test_training_attention_cannot_change_weight_dormancy():
 def evaluated(tokenizer):
     model = tiny_language_model("bloom")
     plan = plan_for(model, "L0H1,L1H2")
-    patch = operate(model, plan)
-    patch.apply(model)
-    info = [dict(patch.info)]
-    singles, joint = chosen_heads(model, None, info)
+    before = weight_bits(model)
     done = evaluate(
         model,
         tokenizer,
         [TEXTS, paper_prompts()],
         name="tiny",
-        patches=info,
-        ablated=singles,
-        joint=joint,
-        window=32,
+        patches=[operate(model, plan)],
+        max_length=32,
     )
-    patch.undo(model)
+    assert weight_bits(model) == before  # the patch was on it only while it was evaluated
     return done
 
 
 def test_an_evaluation_holds_what_compare_needs_and_survives_its_file(evaluated, tmp_path):
-    body = evaluated.body
-    assert set(body["text_sets"]) == {"five", "paper-appendix-a"}
-    assert body["text_sets"]["paper-appendix-a"]["documents"] == 12
-    assert len(body["heads"]["ablation_zero"]) == 8 + 1
-    assert {"joint:operated", "L0H1"} <= set(body["heads"]["ablation_mean"])
-    assert -1 <= body["heads"]["first_order"]["spearman_with_exact"] <= 1
-    assert body["recovery"]["operated"] == 2
+    assert set(evaluated.text_sets) == {"five", "paper-appendix-a"}
+    assert evaluated.text_sets["paper-appendix-a"].documents == 12
+    assert len(evaluated.heads.ablation_zero) == 8 + 1
+    assert {"joint:operated", "L0H1"} <= set(evaluated.heads.ablation_mean)
+    assert -1 <= evaluated.heads.first_order.spearman_with_exact <= 1
+    assert evaluated.recovery.operated == 2
     # silenced heads are worth nothing, so a sham never counts as functional
-    assert body["recovery"]["functional"] == 0
-    assert body["heads"]["ablation_zero"]["L0H1"]["value"] == pytest.approx(0, abs=1e-6)
+    assert evaluated.recovery.functional == 0
+    assert evaluated.heads.ablation_zero["L0H1"].value == pytest.approx(0, abs=1e-6)
     path = evaluated.save(tmp_path / "evaluation.json")
     again = Evaluation.load(path)
-    assert again.body["text_sets"] == body["text_sets"]
+    assert again.text_sets == evaluated.text_sets
     assert again.diagnosis.counts == evaluated.diagnosis.counts
-    perplexity = again.body["text_sets"]["five"]["perplexity"]
-    assert perplexity["low"] <= perplexity["value"]
+    perplexity = again.text_sets["five"].perplexity
+    assert perplexity.low <= perplexity.value
     first = path.read_bytes()
     assert evaluated.save(path).read_bytes() == first
+    assert again.save(path).read_bytes() == first
 
 
 def test_the_seed_of_an_evaluation_is_the_bootstraps(tokenizer):
     model = tiny_language_model("bloom")
-    bodies = [
-        evaluate(model, tokenizer, [TEXTS], ablated=[Head(0, 1)], window=32, seed=seed).body
+    found = [
+        evaluate(model, tokenizer, [TEXTS], heads=[Head(0, 1)], max_length=32, seed=seed)
         for seed in (0, 7)
     ]
-    assert [body["provenance"]["settings"]["seed"] for body in bodies] == [0, 7]
-    for found in (
-        [body["text_sets"]["five"]["loss"] for body in bodies],
-        [body["heads"]["ablation_zero"]["L0H1"] for body in bodies],
+    assert [one.provenance.settings.seed for one in found] == [0, 7]
+    for left, right in (
+        [one.text_sets["five"].loss for one in found],
+        [one.heads.ablation_zero["L0H1"] for one in found],
     ):
-        assert found[0]["value"] == found[1]["value"]
-        assert found[0]["low"] != found[1]["low"]
+        assert left.value == right.value
+        assert left.low != right.low
 
 
 def test_which_heads_are_ablated():
-    model = tiny_model("bloom")
-    info = [{"plan": plan_for(model, "L0H1").model_dump(mode="json")}]
-    assert chosen_heads(model, None, info) == (all_heads(2, 4), {"operated": [Head(0, 1)]})
-    assert chosen_heads(model, "none", info) == ([], {"operated": [Head(0, 1)]})
-    assert chosen_heads(model, "L1H0-1", []) == ([Head(1, 0), Head(1, 1)], {})
+    loaded = LoadedModel("tiny", tiny_model("bloom"), None)
+    info = [operate(loaded.model, plan_for(loaded.model, "L0H1")).info]
+    operated = {"operated": [Head(0, 1)]}
+    assert _wanted(loaded, None, None, info) == _Wanted(all_heads(2, 4), operated)
+    assert _wanted(loaded, "none", None, info) == _Wanted([], operated)
+    assert _wanted(loaded, "L1H0-1", None, []) == _Wanted([Head(1, 0), Head(1, 1)], {})
 
 
 def test_evaluating_on_nothing_is_an_error(tokenizer):

@@ -31,9 +31,9 @@ def test_a_directory_becomes_a_model_with_its_name(model_dir):
     assert not loaded.model.training
     assert next(loaded.model.parameters()).dtype == torch.float32
     about = loaded.describe()
-    assert (about["num_layers"], about["num_heads"], about["num_kv_heads"]) == (2, 4, 2)
-    assert about["positions"] == "rope"
-    assert about["num_parameters"] == sum(p.numel() for p in loaded.model.parameters())
+    assert (about.num_layers, about.num_heads, about.num_kv_heads) == (2, 4, 2)
+    assert about.positions == "rope"
+    assert about.num_parameters == sum(p.numel() for p in loaded.model.parameters())
 
 
 def test_a_type_is_chosen_by_name(model_dir):
@@ -54,7 +54,7 @@ def test_the_fingerprint_is_of_every_bit():
     with torch.no_grad():
         weight[3] = torch.nextafter(weight[3], torch.tensor(9.0))
     assert weight_fingerprint(model) != before
-    assert describe_model(model)["slopes"] == pytest.approx([2**-2, 2**-4, 2**-6, 2**-8])
+    assert describe_model(model).slopes == pytest.approx([2**-2, 2**-4, 2**-6, 2**-8])
 
 
 def damage_config(folder, **changes):

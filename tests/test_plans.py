@@ -14,24 +14,13 @@ from headwise.heads import Head, format_heads
 from headwise.models.description import describe_model
 from headwise.surgery.operation import plan_spans
 from headwise.surgery.plan import SurgeryPlan, make_plan, operated_groups
-from planned import plan_for
+from headwise.values import to_plain
+from planned import made_model, plan_for
 
 
 def diagnosed(mass, num_kv_heads=None, entropy=None):
     mass = np.array(mass, dtype=float)
-    layers, heads = mass.shape
-    model = {
-        "id": "made",
-        "model_type": "llama",
-        "fingerprint": "0" * 64,
-        "num_layers": layers,
-        "num_heads": heads,
-        "num_kv_heads": num_kv_heads or heads,
-        "head_dim": 8,
-        "hidden_size": 32,
-        "qkv_bias": False,
-        "num_parameters": 100_000,
-    }
+    model = made_model(*mass.shape, num_kv_heads=num_kv_heads or mass.shape[1])
     maps = {"first_token_mass": mass} | ({} if entropy is None else {"entropy": np.array(entropy)})
     return diagnosis_from(model=model, maps=maps, thresholds=Thresholds())
 
@@ -124,11 +113,11 @@ def test_the_published_1b7_map_gives_the_papers_plan(bloom):
     assert len(plan.watched_heads) == 18
     per_layer = [sum(h.layer == layer for h in plan.target_heads) for layer in range(5, 23)]
     assert per_layer == [2, 7, 6, 5, 7, 7, 6, 7, 7, 6, 5, 6, 6, 7, 7, 7, 5, 5]
-    assert plan.summary["trainable_weights"] == 113_287_680
+    assert plan.summary.trainable_weights == 113_287_680
     assert bloom.model.num_parameters == 1_722_408_960
-    assert round(100 * plan.summary["trainable_share"], 2) == 6.58
-    assert plan.summary["lowest_layer"] == 5
-    assert plan.summary["training_state_bytes"] == 113_287_680 * 16
+    assert round(100 * plan.summary.trainable_share, 2) == 6.58
+    assert plan.summary.lowest_layer == 5
+    assert plan.summary.training_state_bytes == 113_287_680 * 16
 
 
 def test_the_h5_experiment_is_126_heads(bloom):
@@ -153,15 +142,16 @@ def test_keys_and_values_belong_to_the_plan_only_with_their_whole_group(heads, p
     plan = make_plan(diagnosis, heads=heads, kv_policy=policy)
     assert plan.kv_groups() == groups
     touched, targets = 2 * len(groups), len(plan.target_heads)
-    assert plan.summary["kv_note"].startswith(f"{touched} of {targets} targets")
+    assert plan.summary.kv_note.startswith(f"{touched} of {targets} targets")
     row = 8 * 32
-    assert plan.summary["trainable_weights"] == targets * 2 * row + len(groups) * 2 * row
+    assert plan.summary.trainable_weights == targets * 2 * row + len(groups) * 2 * row
 
 
 def test_without_groups_every_head_owns_its_keys(diagnosis):
     plan = make_plan(diagnosis, heads="L0H1")
     assert plan.kv_groups() == [(0, 1)]
-    assert "kv_note" not in plan.summary
+    assert plan.summary.kv_note is None
+    assert "kv_note" not in to_plain(plan.summary)
     assert operated_groups([Head(0, 1)], 1, "queries-only") == []
 
 
@@ -170,7 +160,7 @@ def test_without_groups_every_head_owns_its_keys(diagnosis):
 def test_the_stated_weights_are_the_weights_of_the_slices(name, policy):
     model = tiny_model(name)
     described = describe_model(model)
-    mass = np.zeros((described["num_layers"], described["num_heads"]))
+    mass = np.zeros(described.shape)
     mass[0, :3], mass[1, :] = 0.8, 0.8
     diagnosis = diagnosis_from(
         model=described, maps={"first_token_mass": mass}, thresholds=Thresholds()
@@ -178,7 +168,7 @@ def test_the_stated_weights_are_the_weights_of_the_slices(name, policy):
     plan = make_plan(diagnosis, heads="sick", kv_policy=policy)
     spans = plan_spans(model, plan)
     counted = sum(span.of(model).numel() for span in spans.values())
-    assert plan.summary["trainable_weights"] == counted
+    assert plan.summary.trainable_weights == counted
 
 
 def test_a_plan_survives_its_file(bloom, tmp_path):

@@ -105,4 +105,4 @@ def test_it_can_be_diagnosed_and_saved_as_an_ordinary_model(loaded, tmp_path):
     loaded.model.save_pretrained(tmp_path)
     loaded.tokenizer.save_pretrained(tmp_path)
     again = load_model(str(tmp_path))
-    assert again.describe()["fingerprint"] == loaded.describe()["fingerprint"]
+    assert again.describe().fingerprint == loaded.describe().fingerprint

@@ -145,7 +145,7 @@ def test_ablate_zeroes_output_columns_only(patches):
 
 
 def test_random_heads_are_healthy_and_matched_by_layer(patches, plan):
-    chosen = SurgeryPlan(**patches["random-heads"].info["plan"])
+    chosen = SurgeryPlan(**patches["random-heads"].info.plan)
     assert sorted(h.layer for h in chosen.target_heads) == [0, 1, 1]
     assert set(chosen.target_heads) <= set(plan.healthy_heads)
     assert set(chosen.target_heads).isdisjoint(plan.target_heads)
@@ -190,7 +190,7 @@ def test_a_lora_patch_gives_the_logits_of_the_adapter(subject, plan, tmp_path, t
             for parameter in adapter.parameters:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
             expected = subject(ids).logits
-        patch = Patch(adapter.merged_slices(), {})
+        patch = Patch(adapter.merged_slices())
     patch.apply(subject)
     with torch.no_grad():
         found = subject(ids).logits

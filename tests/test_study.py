@@ -11,17 +11,22 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 import yaml
 
 from headwise.cli.show import cost_tables
+from headwise.diagnosis.values import Thresholds, diagnosis_from
 from headwise.errors import ArtefactError, SettingsError
 from headwise.models.patch import Patch
-from headwise.proof.evaluation import Evaluation
+from headwise.proof.evaluation import Evaluation, EvaluationProvenance, HeadCosts
+from headwise.proof.perplexity import TextLosses
 from headwise.studies.estimate import estimate_study
 from headwise.studies.run import run_study
 from headwise.studies.study import STUDIES, load_study
 from headwise.studies.summary import _difference
+from headwise.texts.text_sets import TextSet
+from planned import made_model
 
 RECIPE = {
     "steps": 4,
@@ -54,7 +59,7 @@ def write_study(path, model_dir, corpus_dir, **changes):
         "texts": [str(corpus_dir / "000.txt"), str(corpus_dir / "001.txt")],
         "corpora": {"train": [str(corpus_dir)]},
         "plan": {"heads": "L1H0-1"},
-        "window": 32,
+        "max_length": 32,
         "max_texts": 2,
         "changes": RECIPE,
         "arms": [{"name": "surgery"}, {"name": "sham", "mode": "sham"}],
@@ -190,16 +195,31 @@ def test_a_study_killed_at_random_moments_ends_with_the_same_bytes(tmp_path, mod
 
 def losses_of(*sums):
     """An evaluation with these document losses, ten tokens each."""
-    text = {"document_tokens": [10] * len(sums), "document_loss_sums": list(sums)}
-    return Evaluation({"text_sets": {"t": text}})
+    texts = TextSet("t", tuple(map(str, sums)))
+    losses = TextLosses(texts, np.array(sums), np.full(len(sums), 10))
+    diagnosis = diagnosis_from(
+        model=made_model(1, 2),
+        maps={"first_token_mass": np.zeros((1, 2))},
+        thresholds=Thresholds(),
+    )
+    return Evaluation(
+        model=diagnosis.model,
+        patches=(),
+        text_sets={"t": losses.summary()},
+        diagnosis=diagnosis,
+        heads=HeadCosts(len(sums), {}, {}),
+        recovery=None,
+        mlp_dormancy=None,
+        provenance=EvaluationProvenance({}),
+    )
 
 
 def test_arms_with_the_same_seeds_are_paired_seed_by_seed():
     left = [losses_of(10.0, 12.0), losses_of(20.0, 24.0)]
     right = [losses_of(9.0, 10.0), losses_of(21.0, 26.0)]
     found, back = _difference(left, right, "t"), _difference(right, left, "t")
-    assert found["by_seed"] == pytest.approx([0.15, -0.15])
-    assert back["by_seed"] == pytest.approx([-0.15, 0.15])
-    assert found["value"] == pytest.approx(0.0)
+    assert found.by_seed == pytest.approx([0.15, -0.15])
+    assert back.by_seed == pytest.approx([-0.15, 0.15])
+    assert found.value == pytest.approx(0.0)
     alone = _difference(left, right[:1], "t")
-    assert alone["by_seed"] == pytest.approx([0.15, 1.25])
+    assert alone.by_seed == pytest.approx([0.15, 1.25])

@@ -206,7 +206,7 @@ def test_match_healthy_takes_the_scale_of_the_layers_other_heads(wide):
             name, span = next(iter(head_spans(wide, Head(0, index), role).items()))
             before = span.of(wide).detach().clone()
             changed[name] = Slice(span, before, torch.randn_like(before) * scale)
-    with applied(wide, Patch(changed, {})):
+    with applied(wide, Patch(changed)):
         found = noise(operate(wide, plan))
     for name, value in found.items():
         assert value.std().item() == pytest.approx(scales[name[-1]], rel=0.03), name

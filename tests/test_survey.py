@@ -26,7 +26,7 @@ def survey():
 
 
 def column(survey, name):
-    return [row[name] for row in survey.rows]
+    return [getattr(row, name) for row in survey.rows]
 
 
 def test_the_sick_counts_are_the_printed_ones(survey):
@@ -52,21 +52,21 @@ def test_layer_shares_are_shares_of_layers(survey):
             for head in range(sick.shape[1])
         ]
         band = [head for head, value in enumerate(share) if value > 0.3]
-        assert row["band"] == band
-        assert row["band_layer_share_min"] == pytest.approx(min(share[head] for head in band))
-        assert row["band_layer_share_max"] == pytest.approx(max(share[head] for head in band))
+        assert row.band == tuple(band)
+        assert row.band_layer_share_min == pytest.approx(min(share[head] for head in band))
+        assert row.band_layer_share_max == pytest.approx(max(share[head] for head in band))
         layers = np.flatnonzero(sick.any(1))
-        assert row["sick_layers"] == [layers[0], layers[-1]]
-        assert sum(row["sick_count_by_index"]) == row["sick"]
+        assert row.sick_layers == (layers[0], layers[-1])
+        assert sum(row.sick_count_by_index) == row.sick
 
 
 def test_the_threshold_matters_and_the_valley_is_not_sparse(survey):
     sweep = survey.diagnoses[1].threshold_sweep
     # Three heads were digitised as exactly 0.400: with >= the first count is the 185 that others
     # give; headwise has one rule, mass > threshold, here as for the classes.
-    assert sweep["counts"] == {"0.40": 182, "0.50": 139, "0.60": 93}
+    assert sweep.counts == {"0.40": 182, "0.50": 139, "0.60": 93}
     assert (survey.diagnoses[1].maps["first_token_mass"] >= 0.4).sum() == 185
-    assert sweep["share_between_0.4_and_0.6"] == pytest.approx(89 / 384)
+    assert sweep.share_between == pytest.approx(89 / 384)
     depths = [d.threshold_sweep.valley.depth for d in survey.diagnoses]
     assert depths == pytest.approx([0.45, 0.22, 0.30, 0.06], abs=0.01)
     for diagnosis in survey.diagnoses:

@@ -82,7 +82,7 @@ def test_the_hash_is_of_the_content_not_of_the_name():
 
 def test_the_bundled_texts_are_varied_and_long_enough():
     texts = bundled_texts()
-    assert len(texts.texts) == texts.describe()["count"] == 12
+    assert len(texts.texts) == texts.describe().count == 12
     assert min(map(len, texts.texts)) > 500
     assert any("def " in text for text in texts.texts)
     assert any("é" in text for text in texts.texts)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float, Int
 
+from headwise.values import Finite
+
 DRAWS = 2000
 
 
@@ -23,9 +25,9 @@ LEVEL = 0.95
 class Interval:
     """An estimate with its 95% interval."""
 
-    value: float
-    low: float
-    high: float
+    value: Finite
+    low: Finite
+    high: Finite
 
     def to_json(self) -> dict[str, float]:
         """For an artefact."""

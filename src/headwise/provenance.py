@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from headwise.values import OMITTED
+from headwise.values import OMITTED, Finite
 
 
 @dataclass(frozen=True)
@@ -35,4 +35,4 @@ class Provenance:
     settings: MeasureSettings | None = field(default=None, metadata=OMITTED)
     versions: Mapping[str, str] | None = field(default=None, metadata=OMITTED)
     source: str | None = field(default=None, metadata=OMITTED)
-    resolution: float | None = field(default=None, metadata=OMITTED)
+    resolution: Finite | None = field(default=None, metadata=OMITTED)

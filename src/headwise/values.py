@@ -16,7 +16,6 @@ from typing import Annotated, Any, TypeVar, cast
 import numpy as np
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     Field,
     GetCoreSchemaHandler,
     TypeAdapter,
@@ -45,20 +44,31 @@ class _Numbers:
         return core_schema.no_info_plain_validator_function(self._array)
 
     def _array(self, value: object) -> np.ndarray:
+        wrong = f"not a table of finite numbers with {self.axes} axes"
         try:
-            array = np.array(value, dtype=float)
-        except (TypeError, ValueError):
-            raise ValueError("not a table of numbers") from None
-        if array.ndim != self.axes or not np.isfinite(array).all():
-            raise ValueError(f"not a table of finite numbers with {self.axes} axes")
-        return array
+            array = np.array(value)
+        except ValueError:  # ragged
+            raise ValueError(wrong) from None
+        # text that looks like a number is none: np.array(["1"], dtype=float) would take it
+        if array.ndim != self.axes or array.dtype.kind not in "iuf" or not np.isfinite(array).all():
+            raise ValueError(wrong)
+        return array.astype(float)
 
 
-def _none_if_empty(value: object) -> object:
-    return value or None
+class _NoneIfEmpty:
+    """How an optional section is read that is written as {} where there is none."""
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        # A validator in front would turn JSON into Python, where strict takes no list for a tuple.
+        nothing = core_schema.no_info_plain_validator_function(lambda value: None)
+        return core_schema.tagged_union_schema(
+            {"": handler(source), "{}": nothing}, lambda value: "{}" if value == {} else ""
+        )
 
 
-Empty = BeforeValidator(_none_if_empty)  # of a section that is written as {} where there is none
+Empty = _NoneIfEmpty()
 HeadArray = Annotated[np.ndarray, _Numbers(2)]  # [layer][head]
 BucketArray = Annotated[np.ndarray, _Numbers(3)]  # [layer][head][bucket]
 PooledArray = Annotated[np.ndarray, _Numbers(4)]  # [layer][head][query bucket][key bucket]
@@ -106,7 +116,7 @@ def from_plain(kind: type[Value], body: object, where: object) -> Value:
         return value
     except ValidationError as error:
         first, *more = error.errors(include_url=False)
-        place = ".".join(map(str, first["loc"])) or "the file"
+        place = ".".join(str(part) for part in first["loc"] if part != "") or "the file"
         also = f" (and {len(more)} more faults)" if more else ""
         raise ArtefactError(
             f"{place}: {first['msg'][:200]}{also}",

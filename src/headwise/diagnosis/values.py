@@ -112,9 +112,15 @@ class Diagnosis:
     def __post_init__(self) -> None:
         if MASS not in self.maps:
             raise ValueError(f"maps: {MASS} is missing")
-        shapes = {np.shape(self.classes), *(value.shape for value in self.maps.values())}
-        if shapes != {self.model.shape}:
-            raise ValueError(f"maps and classes must all have the model's shape {self.model.shape}")
+        grids = [("maps", m) for m in self.maps.values()]
+        grids += [("spread", m) for m in self.spread.values()]
+        grids += [("profile", self.profile.first_token_mass)] if self.profile else []
+        grids += [("pooled", self.pooled.maps)] if self.pooled else []
+        shapes = [(name, grid.shape[:2]) for name, grid in grids]
+        shapes += [("classes", (len(self.classes), len(row))) for row in self.classes or [()]]
+        for name, shape in shapes:
+            if shape != self.model.shape:
+                raise ValueError(f"{name}: {shape} heads, the model has {self.model.shape}")
 
     @property
     def counts(self) -> dict[str, int]:

@@ -61,14 +61,15 @@ def takes_model(
 ) -> _TakesModel[Options, Result]:
     """Let a function that works on a `LoadedModel` also take a model and a tokenizer.
 
-    A bare model is named by its config; `LoadedModel(name, model, tokenizer)` names it otherwise.
+    A bare model is named by its config, or by `name=`.
     """
 
     @wraps(function)
     def call(first: Any, *args: Any, **options: Any) -> Result:
         if isinstance(first, LoadedModel):
             return function(first, *args, **options)
-        name = first.config._name_or_path or str(first.config.model_type)
+        name = options.pop("name", None) or first.config._name_or_path
+        name = name or str(first.config.model_type)
         tokenizer, *rest = args if args else (options.pop("tokenizer", None),)
         return function(LoadedModel(name, first, tokenizer), *rest, **options)
 

@@ -16,7 +16,7 @@ from headwise.proof.trajectories import ColumnTrend, TwoPhenomena
 from headwise.proof.zones import Drift, Transitions
 from headwise.provenance import Provenance
 from headwise.surgery.plan import SurgeryPlan
-from headwise.values import HeadArray, from_plain, plain_fields
+from headwise.values import Finite, HeadArray, from_plain, plain_fields
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -38,8 +38,8 @@ class PairedLoss:
 class PlasticityChange:
     """Change of attention plasticity: by head (None where one side has none), and by zone."""
 
-    delta: tuple[tuple[float | None, ...], ...] = field(repr=False)
-    mean_delta: Mapping[str, float]
+    delta: tuple[tuple[Finite | None, ...], ...] = field(repr=False)
+    mean_delta: Mapping[str, Finite]
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,10 @@ class Comparison:
     losses: Mapping[str, PairedLoss]
     recovery: Recovery | None
     provenance: ComparisonProvenance = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if any(value.shape != self.model.shape for value in self.delta.values()):
+            raise ValueError(f"delta: maps must have the model's shape {self.model.shape}")
 
     def to_json(self) -> dict[str, Any]:
         """The body of `comparison.json`."""

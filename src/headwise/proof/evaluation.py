@@ -61,7 +61,7 @@ class FirstOrder:
     """The one-backward estimate of all heads, and how well it agrees with the exact costs."""
 
     map: HeadArray = field(repr=False)
-    spearman_with_exact: float | None
+    spearman_with_exact: Finite | None
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Evaluation:
     recovery: Recovery | None
     mlp_dormancy: Annotated[MlpDormancy | None, Empty] = field(repr=False)
     provenance: EvaluationProvenance = field(repr=False)
-    tasks: Mapping[str, Mapping[str, float]] | None = field(default=None, metadata=OMITTED)
+    tasks: Mapping[str, Mapping[str, Finite]] | None = field(default=None, metadata=OMITTED)
 
     def to_json(self) -> dict[str, Any]:
         """The body of `evaluation.json`."""

@@ -31,16 +31,16 @@ class PhaseMeans:
     """Mean |change| of the heads that can move, at one step."""
 
     step: int
-    outside: float | None
-    watched: float | None
+    outside: Finite | None
+    watched: Finite | None
 
 
 @dataclass(frozen=True)
 class PhaseChange:
     """Late minus early."""
 
-    outside: float | None
-    watched: float | None
+    outside: Finite | None
+    watched: Finite | None
 
 
 @dataclass(frozen=True)

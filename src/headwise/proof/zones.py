@@ -120,8 +120,8 @@ class ZoneDrift:
     heads: int
     movable: int
     drifting: int
-    mean_abs_delta: float | None
-    mean_abs_delta_movable: float | None
+    mean_abs_delta: Finite | None
+    mean_abs_delta_movable: Finite | None
     worst: WorstHead | None
 
 
@@ -129,7 +129,7 @@ class ZoneDrift:
 class Drift:
     """Drift of the three zones, with the heads that can move counted apart."""
 
-    threshold: float
+    threshold: Finite
     operated: ZoneDrift
     watched: ZoneDrift
     outside: ZoneDrift

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
@@ -21,6 +21,7 @@ from headwise.heads import Head, format_heads, named_ranges, select_heads
 from headwise.models.model_info import ModelInfo
 from headwise.models.patch_info import PatchInfo
 from headwise.settings import changed, read_yaml, validated
+from headwise.values import Empty
 
 PLAN_SCHEMA = "headwise.plan/1"
 
@@ -86,7 +87,7 @@ class SurgeryPlan(BaseModel):
     compensate: Literal["none", "mean"] = "none"
     kv_policy: KvPolicy = "whole-group"
     seed: int = 42
-    summary: PlanSummary | None = None
+    summary: Annotated[PlanSummary | None, Empty] = None
 
     @property
     def target_heads(self) -> list[Head]:
