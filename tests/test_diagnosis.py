@@ -12,10 +12,9 @@ import torch
 from conftest import SENTENCES, tiny_language_model, tiny_model
 from eager import eager_measures
 from headwise import Diagnosis, diagnose
-from headwise.cli.show import diagnosis_table, head_grid
+from headwise.cli.show import drawn, head_grid
 from headwise.diagnosis.dormancy import activation_dormancy, weight_dormancy
 from headwise.diagnosis.measures import MEASURES, positional_baseline
-from headwise.diagnosis.notebook import grid_html
 from headwise.diagnosis.values import (
     SinkRate,
     Thresholds,
@@ -23,6 +22,7 @@ from headwise.diagnosis.values import (
     diagnosis_from,
     threshold_sweep,
 )
+from headwise.diagnosis.view import diagnosis_sheet, grid_html
 from headwise.errors import ArtefactError, ModelError, TextError
 from headwise.heads import Head, select_heads
 from headwise.models.architectures import alibi_slopes
@@ -386,5 +386,5 @@ def test_a_notebook_shows_the_grid_and_nothing_a_name_smuggles_in(diagnosis):
 def test_the_terminal_shows_every_head_and_every_count(diagnosis):
     grid = head_grid(diagnosis).plain
     assert len([line for line in grid.splitlines() if line.strip()[:1].isdigit()]) == 2
-    table = diagnosis_table(diagnosis)
+    table = drawn(diagnosis_sheet(diagnosis))
     assert table.row_count >= 9

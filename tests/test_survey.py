@@ -13,9 +13,9 @@ from headwise.diagnosis.survey import (
     format_indices,
     read_diagnoses,
     survey as survey_of,
-    survey_table,
 )
 from headwise.diagnosis.values import threshold_sweep
+from headwise.diagnosis.view import survey_sheet
 from headwise.drawing import save_figure
 from headwise.errors import ArtefactError, HeadwiseError
 
@@ -111,7 +111,8 @@ def test_every_figure_its_maps_allow_is_drawn_the_same_twice(tmp_path):
 
 
 def test_the_table_says_it_in_words(survey):
-    columns, rows = survey_table(survey)
+    found = survey_sheet(survey)
+    columns, rows = found.columns, found.rows
     assert columns[3:] == ["sick", "band", "layers sick in band", "slope~sick"]
     assert rows[1][3] == "139 of 384 (36.2%)"
     assert rows[3][6] == "-0.96"

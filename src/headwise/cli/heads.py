@@ -69,9 +69,10 @@ def diagnose(
 ) -> None:
     """Measure every head: where its attention goes, what it gives, whether it collapsed."""
     from headwise.cli.progress_bar import progress_bars
-    from headwise.cli.show import console, diagnosis_table, head_grid
+    from headwise.cli.show import console, drawn, head_grid
     from headwise.diagnosis.diagnose import diagnose as run
     from headwise.diagnosis.values import Thresholds
+    from headwise.diagnosis.view import diagnosis_sheet
 
     chosen = chosen_texts(texts, lines, model, most=120)  # enough for a map, in seconds
     loaded = load(model, dtype, device_map, allow_pickle, trust_remote_code)
@@ -93,7 +94,7 @@ def diagnose(
         written += diagnosis_figures(diagnosis, out)
     screen = console(quiet)
     screen.print(head_grid(diagnosis))
-    screen.print(diagnosis_table(diagnosis))
+    screen.print(drawn(diagnosis_sheet(diagnosis)))
     wrote(written, quiet)
 
 
@@ -113,9 +114,10 @@ def survey(
 ) -> None:
     """Compare several models, or saved diagnoses, in one table and one figure."""
     from headwise.cli.progress_bar import progress_bars
-    from headwise.cli.show import console, table
+    from headwise.cli.show import print_sheets
     from headwise.diagnosis.figures import survey_panels
-    from headwise.diagnosis.survey import survey as run, survey_table
+    from headwise.diagnosis.survey import survey as run
+    from headwise.diagnosis.view import survey_sheet
     from headwise.drawing import save_figure
 
     with progress_bars(quiet) as progress:
@@ -132,7 +134,7 @@ def survey(
         result.save(out / "survey.json"),
         *save_figure(survey_panels(result), out / "survey"),
     ]
-    console(quiet).print(table("survey", *survey_table(result)))
+    print_sheets([survey_sheet(result)], quiet)
     wrote(written, quiet)
 
 
@@ -190,10 +192,9 @@ def plan(
     quiet: Quiet = False,
 ) -> None:
     """Turn a diagnosis into a plan: which heads to operate on, and how."""
-    from headwise.cli.show import console, table
+    from headwise.cli.show import print_sheets
     from headwise.diagnosis.values import Diagnosis
     from headwise.surgery.plan import make_plan
-    from headwise.values import to_plain
 
     made = make_plan(
         Diagnosis.load(diagnosis),
@@ -207,8 +208,7 @@ def plan(
     )
     path = out if out.suffix in (".yaml", ".yml") else out / "plan.yaml"
     made.save(path)
-    rows = [("targets", made.targets), ("watched", made.watched), *to_plain(made.summary).items()]
-    console(quiet).print(table(f"plan for {made.model.id}", ("", ""), rows))
+    print_sheets([made.sheet()], quiet)
     wrote([path], quiet)
 
 

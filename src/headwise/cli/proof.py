@@ -60,8 +60,9 @@ def evaluate(
 ) -> None:
     """Perplexities with intervals, what every head is worth, dormant neurons."""
     from headwise.cli.progress_bar import progress_bars
-    from headwise.cli.show import console, evaluation_tables
+    from headwise.cli.show import print_sheets
     from headwise.proof.evaluate import evaluate as run, paper_prompts
+    from headwise.proof.view import evaluation_sheets
 
     sets = [chosen_texts(texts, lines, model), paper_prompts()]
     loaded = load(model, dtype, device_map, allow_pickle, trust_remote_code)
@@ -79,8 +80,7 @@ def evaluate(
             seed=seed,
             progress=progress,
         )
-    for item in evaluation_tables(found):
-        console(quiet).print(item)
+    print_sheets(evaluation_sheets(found), quiet)
     wrote([found.save(out / "evaluation.json")], quiet)
 
 
@@ -101,9 +101,10 @@ def complete(
 ) -> None:
     """Complete prompts with the stock model and with each patch, side by side."""
     from headwise.cli.progress_bar import progress_bars
-    from headwise.cli.show import completions_table, console
+    from headwise.cli.show import print_sheets
     from headwise.proof.completed_texts import Sampling, read_prompts
     from headwise.proof.completions import complete as run
+    from headwise.proof.view import completions_sheet
 
     named = _named_patches(patch or [])
     chosen = None if prompts is None else read_prompts(prompts)
@@ -117,7 +118,7 @@ def complete(
             batch_size=batch_size,
             progress=progress,
         )
-    console(quiet).print(completions_table(found))
+    print_sheets([completions_sheet(found)], quiet)
     wrote([found.save(out / "completions.json")], quiet)
 
 
@@ -140,9 +141,10 @@ def compare(
     quiet: Quiet = False,
 ) -> None:
     """What changed between two conditions: classes, drift by zone, columns, paired losses."""
-    from headwise.cli.show import comparison_tables, console
+    from headwise.cli.show import print_sheets
     from headwise.proof.compare import compare as run_comparison, read_snapshot
     from headwise.proof.trajectories import run_maps
+    from headwise.proof.view import comparison_sheets
     from headwise.surgery.plan import SurgeryPlan
     from headwise.surgery.run_settings import RunSettings
 
@@ -154,8 +156,7 @@ def compare(
         whole_layers=run is not None and RunSettings.load(run).mode == "lora",
         seed=seed,
     )
-    for item in comparison_tables(found):
-        console(quiet).print(item)
+    print_sheets(comparison_sheets(found), quiet)
     wrote([found.save(out / "comparison.json")], quiet)
 
 

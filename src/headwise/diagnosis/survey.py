@@ -18,11 +18,14 @@ from headwise.diagnosis.bimodality import BETWEEN
 from headwise.diagnosis.bloom_maps import maps_as_diagnoses
 from headwise.diagnosis.values import Diagnosis
 from headwise.errors import ArtefactError, HeadwiseError
-from headwise.heads import format_indices
+from headwise.frames import frame
 from headwise.progress import Progress, silent
+from headwise.sheets import sheets_html
 from headwise.values import plain_fields
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from headwise.models.loaded_model import LoadedModel
     from headwise.texts.text_sets import TextSet
 
@@ -70,6 +73,15 @@ class Survey:
             "provenance": {"versions": versions()},
         }
         return save_artefact(path, "survey", body)
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per model (needs pandas)."""
+        return frame([row.to_json() for row in self.rows])
+
+    def _repr_html_(self) -> str:
+        from headwise.diagnosis.view import survey_sheet
+
+        return sheets_html([survey_sheet(self)])
 
 
 def survey(
@@ -172,24 +184,3 @@ def read_diagnoses(path: Path) -> list[Diagnosis]:
             f"schema is {body['schema']!r}, expected headwise.diagnosis/1", where=path
         )
     return [Diagnosis.from_json(body, path)]
-
-
-def survey_table(result: Survey) -> tuple[list[str], list[list[object]]]:
-    """Columns and rows of the cross-scale table (paper Table 1, layer shares computed rightly)."""
-    columns = ["model", "weights", "heads", "sick", "band", "layers sick in band", "slope~sick"]
-    rows: list[list[object]] = []
-    for row in result.rows:
-        low, high = row.band_layer_share_min, row.band_layer_share_max
-        rho = row.spearman_slope_sick_share
-        rows.append(
-            [
-                row.model,
-                "" if row.num_parameters is None else f"{row.num_parameters / 1e6:,.0f} M",
-                f"{row.num_layers} x {row.num_heads}",
-                f"{row.sick} of {row.total_heads} ({row.sick_share:.1%})",
-                format_indices(row.band),
-                "" if low is None else f"{low:.0%} to {high:.0%}",
-                "" if rho is None else f"{rho:.2f}",
-            ]
-        )
-    return columns, rows

@@ -203,7 +203,7 @@ class Diagnosis:
         return from_plain(Diagnosis, body, where)
 
     def _repr_html_(self) -> str:
-        from headwise.diagnosis.notebook import grid_html
+        from headwise.diagnosis.view import grid_html
 
         return grid_html(self)
 

@@ -15,6 +15,7 @@ from headwise.proof.evaluation import Recovery
 from headwise.proof.trajectories import ColumnTrend, TwoPhenomena
 from headwise.proof.zones import Drift, Transitions
 from headwise.provenance import Provenance
+from headwise.sheets import sheets_html
 from headwise.surgery.plan import SurgeryPlan
 from headwise.values import Finite, HeadArray, from_plain, plain_fields
 
@@ -87,6 +88,11 @@ class Comparison:
     def to_frame(self) -> pd.DataFrame:
         """One row per head: the change of every measure (needs pandas)."""
         return head_frame(self.delta, {})
+
+    def _repr_html_(self) -> str:
+        from headwise.proof.view import comparison_sheets
+
+        return sheets_html(comparison_sheets(self))
 
     def save(self, path: Path) -> Path:
         """Write `comparison.json`."""

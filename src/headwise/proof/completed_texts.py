@@ -12,13 +12,18 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headwise.artefacts import load_artefact, save_artefact, versions
 from headwise.bundled import DATA
 from headwise.errors import TextError
+from headwise.frames import frame
 from headwise.models.model_info import ModelInfo
-from headwise.values import OMITTED, from_plain, to_plain
+from headwise.sheets import sheets_html
+from headwise.values import OMITTED, from_plain, plain_fields, to_plain
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 PROMPTS = DATA / "prompts" / "completions.jsonl"
 
@@ -128,6 +133,22 @@ class Completions:
     def summary(self) -> dict[str, dict[str, dict[str, float]]]:
         """Means of the measures by condition: over all prompts, and by category."""
         return {name: summarise(rows) for name, rows in self.conditions.items()}
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per prompt and condition (needs pandas)."""
+        return frame(
+            [
+                {"condition": name, **plain_fields(row.prompt), "completion": row.text}
+                | plain_fields(row.measures)
+                for name, rows in self.conditions.items()
+                for row in rows
+            ]
+        )
+
+    def _repr_html_(self) -> str:
+        from headwise.proof.view import completions_sheet
+
+        return sheets_html([completions_sheet(self)])
 
     def save(self, path: Path) -> Path:
         """Write `completions.json`."""

@@ -16,6 +16,7 @@ from headwise.intervals import Interval
 from headwise.models.model_info import ModelInfo
 from headwise.models.patch_info import PatchInfo
 from headwise.provenance import TextInfo
+from headwise.sheets import sheets_html
 from headwise.values import OMITTED, Empty, Finite, HeadArray, from_plain, plain_fields
 
 if TYPE_CHECKING:
@@ -157,6 +158,11 @@ class Evaluation:
                 for name, cost in costs.ablation_zero.items()
             ]
         )
+
+    def _repr_html_(self) -> str:
+        from headwise.proof.view import evaluation_sheets
+
+        return sheets_html(evaluation_sheets(self))
 
     def save(self, path: Path) -> Path:
         """Write `evaluation.json`."""

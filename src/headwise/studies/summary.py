@@ -17,6 +17,7 @@ from headwise.artefacts import load_artefact, save_artefact, versions
 from headwise.frames import frame
 from headwise.intervals import Interval, mean_interval
 from headwise.proof.evaluation import JOINT, Evaluation, HeadCost, Recovery
+from headwise.sheets import sheet, sheets_html
 from headwise.studies.study import Study
 from headwise.values import Finite, from_plain, plain_fields
 
@@ -90,6 +91,15 @@ class StudySummary:
     def load(path: Path) -> StudySummary:
         """Read `summary.json`."""
         return from_plain(StudySummary, load_artefact(path, "study-summary"), path)
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (arm, text, difference.interval)
+            for arm, found in self.against_stock.items()
+            for text, difference in found.items()
+        ]
+        title = f"{self.study}: loss against stock, nats per token"
+        return sheets_html([sheet(title, ("arm", "texts", "difference"), rows)])
 
     def to_frame(self) -> pd.DataFrame:
         """One row per arm and text set: the paired change of loss from stock (needs pandas)."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
@@ -17,11 +17,16 @@ from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model
 from headwise.artefacts import write_text
 from headwise.diagnosis.values import Diagnosis
 from headwise.errors import ArtefactError, SelectionError
+from headwise.frames import frame
 from headwise.heads import Head, format_heads, named_ranges, select_heads
 from headwise.models.model_info import ModelInfo
 from headwise.models.patch_info import PatchInfo
 from headwise.settings import changed, read_yaml, validated
+from headwise.sheets import Sheet, sheet, sheets_html
 from headwise.values import Empty
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 PLAN_SCHEMA = "headwise.plan/1"
 
@@ -114,6 +119,25 @@ class SurgeryPlan(BaseModel):
         return operated_groups(
             self.target_heads, self.model.num_heads // self.model.num_kv_heads, self.kv_policy
         )
+
+    def sheet(self) -> Sheet:
+        """Targets, watched heads and what the plan would train."""
+        rows = [("targets", self.targets), ("watched", self.watched)]
+        summary = {} if self.summary is None else self.summary.model_dump(mode="json")
+        return sheet(f"plan for {self.model.id}", ("", ""), [*rows, *summary.items()])
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per target or watched head (needs pandas)."""
+        return frame(
+            [
+                {"head": str(head), "layer": head.layer, "index": head.index, "role": role}
+                for role, heads in (("target", self.target_heads), ("watched", self.watched_heads))
+                for head in heads
+            ]
+        )
+
+    def _repr_html_(self) -> str:
+        return sheets_html([self.sheet()])
 
     def save(self, path: Path) -> Path:
         """Write `plan.yaml`."""

@@ -1,0 +1,88 @@
+"""What an evaluation, a comparison and completions show: tables for terminal and notebook."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headwise.sheets import Sheet, sheet
+
+if TYPE_CHECKING:
+    from headwise.proof.comparison import Comparison
+    from headwise.proof.completed_texts import Completions
+    from headwise.proof.evaluation import Evaluation
+
+_MOST = 8  # heads shown, those that matter most
+
+
+def evaluation_sheets(found: Evaluation) -> list[Sheet]:
+    """Perplexities, and the heads that matter most."""
+    from headwise.proof.evaluation import JOINT
+
+    losses = [
+        (name, entry.documents, entry.predicted_tokens, entry.perplexity)
+        for name, entry in found.text_sets.items()
+    ]
+    sheets = [sheet("perplexity (95% interval)", ("texts", "documents", "tokens", "ppl"), losses)]
+    costs = found.heads.ablation_zero
+    order = sorted(costs, key=lambda name: -costs[name].value)
+    named = [name for name in order if name.startswith(JOINT)]
+    named += [name for name in order if not name.startswith(JOINT)][:_MOST]
+    if named:
+        rows = [(name, costs[name].interval) for name in named]
+        sheets.append(sheet("loss without the head (nats per token)", ("head", "change"), rows))
+    if found.recovery:
+        keys = ("operated", "not_sick", "judged", "functional")
+        columns = ("operated", "not sick", "judged by ablation", "functionally recovered")
+        row = [getattr(found.recovery, key) for key in keys]
+        sheets.append(sheet("recovery", columns, [row]))
+    return sheets
+
+
+def comparison_sheets(found: Comparison) -> list[Sheet]:
+    """Class counts, drift by zone and paired losses."""
+    moves = found.transitions
+    before, after = moves.counts_before, moves.counts_after
+    counts = [(name, before[name], after[name]) for name in before]
+    silent = [
+        ("iatrogenic (fell ill untreated)", len(moves.iatrogenic_untreated)),
+        ("self-healed (healed untreated)", len(moves.self_healed)),
+        ("treated, no longer sick", len(moves.treated_no_longer_sick)),
+    ]
+    sheets = [
+        sheet("heads", ("class", "before", "after"), counts),
+        sheet("transitions", ("", "heads"), silent),
+        _drift_sheet(found),
+    ]
+    losses = [(name, entry.difference, entry.verdict) for name, entry in found.losses.items()]
+    if losses:
+        columns = ("texts", "nats per token", "verdict")
+        sheets.append(sheet("loss after - before, paired", columns, losses))
+    if found.plasticity:
+        moved = list(found.plasticity.mean_delta.items())
+        sheets.append(sheet("change of plasticity", ("zone", "mean change"), moved))
+    return sheets
+
+
+def _drift_sheet(found: Comparison) -> Sheet:
+    drifts = {zone: getattr(found.drift, zone) for zone in ("operated", "watched", "outside")}
+    rows = [
+        (
+            zone,
+            d.heads,
+            d.movable,
+            d.drifting,
+            d.mean_abs_delta,
+            d.worst and f"{d.worst.head} {d.worst.delta:+.3f}",
+        )
+        for zone, d in drifts.items()
+    ]
+    columns = ("zone", "heads", "movable", "|change| > 0.05", "mean |change|", "worst")
+    return sheet("drift of first-token mass", columns, rows)
+
+
+def completions_sheet(found: Completions) -> Sheet:
+    """The measures of every condition, as means over all prompts."""
+    columns = ("condition", "words", "distinct-2", "repetition", "markup")
+    keys = ("words", "distinct_2", "repetition", "markup_share")
+    rows = [(name, *(s["all"][key] for key in keys)) for name, s in found.summary().items()]
+    return sheet("completions", columns, rows)
