@@ -62,7 +62,13 @@ TINY: dict[str, tuple[str, dict]] = {
     "gemma": ("gemma", {"num_key_value_heads": 1, "head_dim": 16}),
     "gemma2": (
         "gemma2",
-        {**_GQA, "head_dim": 16, "sliding_window": 40, "query_pre_attn_scalar": 16},
+        {
+            **_GQA,
+            "head_dim": 16,
+            "sliding_window": 40,
+            "query_pre_attn_scalar": 16,
+            "final_logit_softcapping": 1.0,  # low enough for tiny logits to feel it
+        },
     ),
     "gemma3": (
         "gemma3_text",

@@ -6,6 +6,7 @@ zeroed output weights must equal ablation. A wrong row, or a family with coupled
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import replace
 
@@ -184,6 +185,11 @@ def test_geometry_is_read_from_the_model(name, expected):
     geometry = geometry_of(tiny_model(name))
     assert (geometry.num_heads, geometry.num_kv_heads, geometry.head_dim) == expected
     assert geometry.num_layers == 2
+
+
+def test_a_row_says_whether_the_family_takes_position_ids(model):
+    taken = "position_ids" in inspect.signature(type(model).forward).parameters
+    assert architecture_of(model).takes_position_ids == taken
 
 
 def published_slopes(count):

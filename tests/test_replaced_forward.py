@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import accelerate
 import numpy as np
@@ -37,6 +38,7 @@ from planned import TINY_RECIPE, opened, plan_for, random_batch, random_ids
 ROUTES = ("llama", "bloom", "falcon-alibi", "mpt", "gptj")
 TEXTS = [random_ids(n, n) for n in (30, 11)]
 CLOSE = 1e-6
+DEEP = {"num_hidden_layers": 6, "layer_types": None, "no_rope_layers": None}
 
 
 def one_hook(model, folder):
@@ -116,6 +118,17 @@ def test_a_hooked_model_has_the_same_hidden_states_however_it_is_run(plain, plac
     for found, expected in zip(states(model), states(plain), strict=True):
         assert relative(found, expected) < CLOSE
     assert on_instances(model) == before
+
+
+@pytest.mark.parametrize("name", sorted(TINY))
+def test_a_deep_model_runs_from_any_layer(name):
+    """Several layers in a row pass on what they get, in the form the family expects."""
+    model = tiny_language_model(name, **DEEP)
+    ids = torch.tensor(TEXTS[:1])
+    with torch.inference_mode():
+        expected = model.base_model(ids, use_cache=False).last_hidden_state
+        found = run_from(model, ids, 5, layer_input(model, ids, 5))
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("place", [*RESIDENT, *OFFLOADED])
@@ -211,6 +224,27 @@ def test_gradients_reach_slices_of_an_offloaded_model(plain, place, tmp_path):
     largest = max(float(value.abs().max()) for value in expected.values())
     for name, value in expected.items():
         assert float((found[name] - value).abs().max()) < CLOSE * largest
+    assert on_instances(model) == before
+
+
+@pytest.mark.parametrize("name", ["llama", "bloom"])
+def test_a_layer_that_is_loaded_as_a_whole_is_loaded_again_to_be_recomputed(name):
+    plain = tiny_model(name)
+    kind = type(layers_of(plain)[0]).__name__
+    model = accelerate.cpu_offload(
+        copy.deepcopy(plain), execution_device="cpu", preload_module_classes=[kind]
+    )
+    before = on_instances(model)
+    ids = random_batch().ids
+    gradients = []
+    for one, wrapped in ((model, checkpointed(model, 0)), (plain, nullcontext())):
+        masters = masters_of(one)
+        with training_slices(one, masters), wrapped, fused_gelu(one), tapped(one):
+            one.base_model(input_ids=ids, use_cache=False).last_hidden_state.sum().backward()
+        gradients.append([master.value.grad for master in masters])
+    largest = max(float(value.abs().max()) for value in gradients[1])
+    for found, expected in zip(*gradients, strict=True):
+        assert float((found - expected).abs().max()) < CLOSE * largest
     assert on_instances(model) == before
 
 

@@ -23,4 +23,6 @@ def checkpointed(model: PreTrainedModel, first: int) -> AbstractContextManager[N
 def _recomputing(layer: nn.Module, previous: Forward) -> Forward:
     from torch.utils.checkpoint import checkpoint
 
-    return partial(checkpoint, previous, use_reentrant=False)
+    # stopping a second run early would leave its last weights loaded
+    hooked = any("_hf_hook" in vars(module) for module in layer.modules())
+    return partial(checkpoint, previous, use_reentrant=False, early_stop=not hooked)

@@ -235,7 +235,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         positions="learned",
         mlp_in=("fc1",),
         mlp_out="fc2",
-        takes_position_ids=False,
     ),
     "phi3": Architecture(projections=("qkv_proj",), order="concat", mlp_in=("mlp.gate_up_proj*2",)),
     "starcoder2": Architecture(mlp_in=("mlp.c_fc",), mlp_out="mlp.c_proj"),
