@@ -1,0 +1,96 @@
+"""What README and docs say, done: their Python blocks and their commands, with few steps."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from headwise.cli import app
+from headwise.models.patient import patient_texts
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+
+# What makes a command of the README quick; the command itself stays as it is printed
+SMALLER = {
+    "diagnose": ["--texts", "few.jsonl", "--max-length", "64", "--no-figures"],
+    "survey": ["--texts", "few.jsonl", "--max-length", "64"],
+    "triage": ["--texts", "few.jsonl", "--max-length", "64"],
+    "repair": ["--steps", "2"],
+    "evaluate": ["--texts", "few.jsonl", "--max-length", "64", "--heads", "L4H6-7"],
+    "complete": ["--new-tokens", "2"],
+    "capture": ["--max-length", "64", "--layers", "4"],
+    "plasticity": ["--no-figures"],
+    "study": ["--dry-run"],
+}
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    """Fenced blocks of one language, in order."""
+    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def commands(text: str) -> list[list[str]]:
+    """The headwise commands of a shell block; `\\` goes on, `&&` joins, `#` ends a line."""
+    lines = re.sub(r"\\\n\s*", " ", text).splitlines()
+    parts = [part for line in lines for part in line.split("#")[0].split("&&")]
+    words = [shlex.split(part) for part in parts if part.strip()]
+    return [found[1:] for found in words if found[0] == "headwise"]
+
+
+def quick(words: list[str]) -> list[str]:
+    """The command on the patient, with few texts and steps."""
+    told = [{"MODEL": "patient", "my_texts/": "few.jsonl"}.get(word, word) for word in words]
+    given = {word for word in told if word.startswith("--")}
+    extra = SMALLER.get(told[0], [])
+    pairs = [extra[i : i + 2] for i in range(0, len(extra), 2)]
+    for pair in pairs if told[0] != "plasticity" else [extra]:
+        if pair[0] not in given:
+            told += pair
+    return [word for word in told if word]
+
+
+@pytest.fixture
+def desk(tmp_path, monkeypatch):
+    """An empty folder with a few texts."""
+    monkeypatch.chdir(tmp_path)
+    rows = [json.dumps({"text": text}) for text in patient_texts("heldout")[:6]]
+    (tmp_path / "few.jsonl").write_text("\n".join(rows) + "\n")
+    return tmp_path
+
+
+def run(words: list[str]) -> None:
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, f"{shlex.join(words)}\n{done.output}\n{done.exception!r}"
+
+
+def test_the_story_in_commands_runs_on_the_patient(desk):
+    story = next(text for text in blocks(README, "sh") if "headwise diagnose" in text)
+    found = [quick(words) for words in commands(story)]
+    assert len(found) >= 10
+    for words in found:
+        if words[0] == "report" and not Path(words[1]).exists():
+            words[1] = "out/run"  # the study of the story was only counted
+        run(words)
+
+
+def test_the_readmes_python_runs(desk):
+    found = blocks(README, "python")
+    assert found
+    for text in found:
+        exec(compile(text, "README.md", "exec"), {"__name__": "readme"})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
+def test_a_pages_commands_run(page, desk):
+    for text in blocks(page, "python"):
+        exec(compile(text, page.name, "exec"), {"__name__": page.stem})
+    for text in blocks(page, "sh"):
+        for words in commands(text):
+            run(quick(words))
