@@ -19,17 +19,20 @@ from headwise.forward.gelu import fused_gelu
 from headwise.forward.losses import shifted_targets, summed_loss
 from headwise.forward.partial_run import layer_input, replaced_attention, run_from
 from headwise.forward.replaced_forward import replaced_forward
-from headwise.forward.separability import check_heads
+from headwise.forward.separability import check
 from headwise.forward.tap import tapped
 from headwise.heads import Head, all_heads
 from headwise.models.architectures import architecture_of, attention_of, device_of, layers_of
 from headwise.models.description import describe_model
 from headwise.models.families import ARCHITECTURES
+from headwise.models.loaded_model import LoadedModel
 from headwise.models.loading import require_finite
 from headwise.models.patch import Slice
 from headwise.models.slices import read_slices, spans_of
 from headwise.proof.ablation import ablate_heads, first_order_importance
-from headwise.proof.completions import Prompt, Sampling, complete
+from headwise.proof.completed_texts import Prompt, Sampling
+from headwise.proof.completions import complete_prompts
+from headwise.surgery.run_state import TrainStep
 from headwise.surgery.slice_training import make_masters, training_slices
 from headwise.surgery.training import train
 from planned import TINY_RECIPE, opened, plan_for, random_batch, random_ids
@@ -177,7 +180,11 @@ def test_a_hooked_model_completes_as_the_plain_one(plain, place, tmp_path):
             return " ".join(map(str, tokens))
 
     prompts = [Prompt("The lighthouse"), Prompt("def")]
-    assert complete(model, Bytes(), prompts, small) == complete(plain, Bytes(), prompts, small)
+    found, expected = (
+        complete_prompts(LoadedModel("tiny", one, Bytes()), prompts, small)
+        for one in (model, plain)
+    )
+    assert found == expected
 
 
 @pytest.mark.parametrize("options", [{}, {"checkpoint_layers": True}, {"cache_prefix": True}])
@@ -189,7 +196,7 @@ def test_slices_of_a_hooked_model_train_as_those_of_the_plain_one(plain, place, 
     found = []
     for one, folder in ((model, "hooked"), (plain, "plain")):
         with opened(one, plan_for(one, "L1H0-1"), tmp_path / folder, recipe=recipe) as job:
-            losses = [row["loss"] for row in train(job).rows if "loss" in row]
+            losses = [row.loss for row in train(job).rows if isinstance(row, TrainStep)]
             found.append((losses, [master.value.detach().clone() for master in job.masters]))
     (losses, masters), (expected, plain_masters) = found
     assert len(losses) == 3
@@ -253,7 +260,7 @@ def test_writing_to_offloaded_weights_is_refused_and_says_what_to_do(place, tmp_
     model = hooked(tiny_model("llama"), place, tmp_path)
     before = on_instances(model)
     with pytest.raises(ModelError, match="offloaded") as caught:
-        check_heads(model)
+        check(model)
     assert "model.layers.0.self_attn.q_proj.weight" in str(caught.value)
     assert "--device-map" in str(caught.value)
     assert on_instances(model) == before
