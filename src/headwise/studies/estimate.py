@@ -110,7 +110,7 @@ def _size(study: Study, out: Path) -> _Size | None:
         return None
     heads = shape.num_layers * shape.num_heads
     slices = spans_of(model, [Head(0, 0)]).values()
-    weights = sum(span.of(model).numel() for span in slices)
+    weights = sum(span.within(model.get_parameter(span.parameter)).numel() for span in slices)
     path = out / "stock" / "diagnosis.json"
     stock = Diagnosis.load(path) if path.exists() else None
     return _Size(model.num_parameters(), heads, weights, stock)
