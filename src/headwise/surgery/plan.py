@@ -92,12 +92,14 @@ class SurgeryPlan(BaseModel):
     compensate: Literal["none", "mean"] = "none"
     kv_policy: KvPolicy = "whole-group"
     seed: int = 42
+    treatments: dict[str, str] = {}  # treatment: its heads; targets not named are reinitialised
+    doses: dict[str, float] = {}  # amounts by head or by treatment, else the treatment's own
     summary: Annotated[PlanSummary | None, Empty] = None
 
     @property
     def target_heads(self) -> list[Head]:
-        """The heads that are operated on."""
-        return self._heads(self.targets)
+        """The heads that are operated on; none in the plan of an empty patch."""
+        return self._heads(self.targets) if self.targets else []
 
     @property
     def watched_heads(self) -> list[Head]:
@@ -265,8 +267,9 @@ def trainable_weights(model: ModelInfo, heads: int, groups: int) -> int:
 
 
 def plans_of(patches: Iterable[PatchInfo]) -> list[SurgeryPlan]:
-    """The plans that descriptions of patches carry, pass by pass."""
-    return [validated(SurgeryPlan, patch.plan, "a patch") for patch in patches if patch.plan]
+    """The plans that descriptions of patches carry, pass by pass; an empty patch has none."""
+    plans = [validated(SurgeryPlan, patch.plan, "a patch") for patch in patches if patch.plan]
+    return [plan for plan in plans if plan.targets]
 
 
 def operated_heads(patches: Iterable[PatchInfo]) -> list[Head]:

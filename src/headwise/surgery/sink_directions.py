@@ -29,6 +29,7 @@ from headwise.models.architectures import (
 )
 from headwise.models.slices import head_spans
 from headwise.texts.batches import Batch
+from headwise.texts.corpus import spread_blocks
 
 MEASURED_BLOCKS = 32  # training blocks that directions are measured on
 _RIDGE = 1e-4  # of the mean power: the inputs of a layer norm never fill all directions
@@ -56,7 +57,7 @@ def measure_directions(
     try:
         for parameter, _ in flags:
             parameter.requires_grad_(False)
-        for block in blocks[:MEASURED_BLOCKS]:
+        for block in spread_blocks(blocks, MEASURED_BLOCKS):
             with _watched(model, sums, block), torch.no_grad():
                 model.base_model(input_ids=block.ids.to(device_of(model)), use_cache=False)
     finally:

@@ -152,7 +152,7 @@ def _nothing(case: Case, dose: float) -> Slices:
     return {}
 
 
-_STRENGTHS = (0.5, 0.8, 0.9, 1.0, 1.2)
+_STRENGTHS = (0.6, 0.8, 0.9, 1.0)
 
 TREATMENTS: dict[str, Treatment] = {
     row.name: row

@@ -112,3 +112,9 @@ def block_at(num_blocks: int, seed: int, position: int) -> int:
     """The block at a position of the endless stream of shuffled epochs."""
     epoch, place = divmod(position, num_blocks)
     return block_order(num_blocks, seed, epoch)[place]
+
+
+def spread_blocks(blocks: Sequence[Batch], count: int) -> list[Batch]:
+    """At most `count` blocks, evenly spaced: blocks are ordered by length."""
+    places = np.linspace(0, len(blocks) - 1, min(count, len(blocks))).round().astype(int)
+    return [blocks[place] for place in places]
