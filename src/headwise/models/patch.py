@@ -55,6 +55,11 @@ class Patch:
         """Whether it changes nothing: leaving the model alone was best."""
         return not self.slices
 
+    def without_unchanged(self) -> Patch:
+        """The patch without slices whose bits stay what they were."""
+        kept = {n: p for n, p in self.slices.items() if not torch.equal(p.before, p.after)}
+        return Patch(kept, self.info)
+
     def base_fingerprint(self) -> str:
         """A hash of what the slices were: the patch fits any model that has these bits there."""
         return slices_fingerprint({name: part.before for name, part in self.slices.items()})

@@ -99,19 +99,20 @@ class SurgeryPlan(BaseModel):
     @property
     def target_heads(self) -> list[Head]:
         """The heads that are operated on; none in the plan of an empty patch."""
-        return self._heads(self.targets) if self.targets else []
+        return self.heads_of(self.targets) if self.targets else []
 
     @property
     def watched_heads(self) -> list[Head]:
         """Frozen heads of the band that are reported on."""
-        return self._heads(self.watched) if self.watched else []
+        return self.heads_of(self.watched) if self.watched else []
 
     @property
     def healthy_heads(self) -> list[Head]:
         """Heads that the diagnosis found healthy and the plan does not touch."""
-        return self._heads(self.healthy) if self.healthy else []
+        return self.heads_of(self.healthy) if self.healthy else []
 
-    def _heads(self, selection: str) -> list[Head]:
+    def heads_of(self, selection: str) -> list[Head]:
+        """The heads that a selection of layers and indices means in this model."""
         return select_heads(
             selection, num_layers=self.model.num_layers, num_heads=self.model.num_heads
         )

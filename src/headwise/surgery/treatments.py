@@ -21,6 +21,7 @@ from headwise.heads import Head, format_heads
 from headwise.models.architectures import Role, geometry_of
 from headwise.models.patch import Patch, Slice
 from headwise.models.slices import head_spans, read_slices
+from headwise.settings import changed
 from headwise.surgery.operation import healthy_std, operate, plan_spans, unchanged
 from headwise.surgery.plan import SurgeryPlan
 from headwise.surgery.sink_directions import LayerDirections
@@ -229,6 +230,46 @@ def treatment_named(name: str) -> Treatment:
     return TREATMENTS[name]
 
 
+def prescribed(plan: SurgeryPlan) -> dict[Head, Dose]:
+    """What a plan gives each of its targets; those it does not name are reinitialised."""
+    given = dict.fromkeys(plan.target_heads, "reinitialise")
+    for name, selection in plan.treatments.items():
+        treatment_named(name)
+        heads = plan.heads_of(selection)
+        outside = sorted(set(heads) - set(given))
+        if outside:
+            raise SelectionError(
+                f"{name} is prescribed to {outside[0]}, which is no target of the plan",
+                fix="add it to the targets, or take it out of the treatments",
+            )
+        given |= dict.fromkeys(heads, name)
+    return {head: Dose(name, _amount(plan, head, name)) for head, name in given.items()}
+
+
+def _amount(plan: SurgeryPlan, head: Head, name: str) -> float:
+    default = plan.doses.get(name, TREATMENTS[name].dose)
+    return plan.doses.get(str(head), default)
+
+
+def with_treatment(plan: SurgeryPlan, name: str, dose: float | None = None) -> SurgeryPlan:
+    """The plan with one treatment for all of its targets."""
+    amount = treatment_named(name).dose if dose is None else dose
+    return changed(plan, treatments={name: plan.targets}, doses={name: amount})
+
+
+def with_prescription(plan: SurgeryPlan, prescription: Prescription) -> SurgeryPlan:
+    """The plan for exactly the heads of a prescription, treatment and amount head by head."""
+    heads: dict[str, list[Head]] = {}
+    for head, dose in sorted(prescription.items()):
+        heads.setdefault(dose.treatment, []).append(head)
+    return changed(
+        plan,
+        targets=format_heads(prescription),
+        treatments={name: format_heads(found) for name, found in sorted(heads.items())},
+        doses={str(head): dose.amount for head, dose in sorted(prescription.items())},
+    )
+
+
 def head_slices(model: PreTrainedModel, head: Head, roles: str) -> Slices:
     """Float32 copies of a head's slices by role, weights turned to (out, in)."""
     found: Slices = {}
@@ -285,7 +326,7 @@ def _treated(
     return {names[role]: value for role, value in changed.items()}
 
 
-def needs_directions(prescription: Prescription) -> list[int]:
+def measured_layers(prescription: Prescription) -> list[int]:
     """Layers whose directions must be measured before `treat`."""
     measured = {h.layer for h, d in prescription.items() if TREATMENTS[d.treatment].measures}
     return sorted(measured)

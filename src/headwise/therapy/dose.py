@@ -27,9 +27,8 @@ from headwise.heads import Head
 from headwise.models.architectures import device_of
 from headwise.surgery.plan import SurgeryPlan
 from headwise.surgery.sink_directions import LayerDirections
-from headwise.surgery.training import join_blocks
 from headwise.surgery.treatments import TREATMENTS, Dose, Prescription, treat
-from headwise.texts.batches import Batch
+from headwise.texts.batches import Batch, join_batches
 from headwise.texts.corpus import spread_blocks
 
 SEARCHED = ("release", "centre")
@@ -87,7 +86,7 @@ def choose_doses(
 
 
 def _joined(blocks: Sequence[Batch]) -> list[Batch]:
-    return [join_blocks(blocks[at : at + _BATCH]) for at in range(0, len(blocks), _BATCH)]
+    return [join_batches(blocks[at : at + _BATCH]) for at in range(0, len(blocks), _BATCH)]
 
 
 class _Search:
