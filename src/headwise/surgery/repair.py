@@ -24,12 +24,11 @@ from headwise.models.patch import Patch, Slice
 from headwise.progress import Progress, silent
 from headwise.settings import changed
 from headwise.surgery.checkpoints import load_best
-from headwise.surgery.job import Job, Tracker
+from headwise.surgery.job import PREFIX, Job, Tracker
 from headwise.surgery.lora import LoraAdapter
 from headwise.surgery.modes import TRAINED, Mode, random_heads_plan, require_treated_mode
 from headwise.surgery.operation import require_planned_model, silence, unchanged
 from headwise.surgery.plan import SurgeryPlan
-from headwise.surgery.prefix import PREFIX
 from headwise.surgery.probes import first_token_map
 from headwise.surgery.recipe import Recipe, default_recipe
 from headwise.surgery.run_settings import PATCH, RUN, Outcome, RunSettings, is_finished
@@ -88,11 +87,8 @@ def repair(
         plan = random_heads_plan(plan, seed)
     if mode not in TRAINED:
         recipe = changed(recipe, steps=0)
-    blocks = _corpus(corpus, loaded, recipe, excluded)
-    threads = torch.get_num_threads()
-    settings = RunSettings(
-        plan.model.id, fingerprint, plan, recipe, mode, seed, blocks.info, threads
-    )
+    blocks = repair_corpus(corpus, loaded, recipe, excluded)
+    settings = asked_settings(plan, recipe, mode, seed, blocks, fingerprint)
     if is_finished(settings, out, resume=resume):
         return finished_run(out)
     if not (out / RUN).exists():
@@ -120,12 +116,21 @@ def _outcome(settings: RunSettings, state: RunState) -> Outcome:
     return "unchanged" if untouched else "sham"
 
 
-def _corpus(
+def asked_settings(
+    plan: SurgeryPlan, recipe: Recipe, mode: Mode, seed: int, corpus: Corpus, fingerprint: str
+) -> RunSettings:
+    """What a run is asked to do, on this machine."""
+    threads = torch.get_num_threads()
+    return RunSettings(plan.model.id, fingerprint, plan, recipe, mode, seed, corpus.info, threads)
+
+
+def repair_corpus(
     texts: TextSet | Corpus | Sequence[str] | None,
     loaded: LoadedModel,
     recipe: Recipe,
     excluded: Sequence[str],
 ) -> Corpus:
+    """The corpus cut into the recipe's blocks; evaluation texts are left out."""
     if isinstance(texts, Corpus):
         return texts
     return build_corpus(

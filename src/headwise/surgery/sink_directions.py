@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from headwise.forward.frozen import frozen
 from headwise.forward.tap import Sight, tapped
 from headwise.heads import Head
 from headwise.models.architectures import (
@@ -53,16 +54,12 @@ def measure_directions(
     """Directions of the chosen layers; the model is not changed."""
     geometry = geometry_of(model)
     sums = {layer: _Sums(geometry, model, layer) for layer in sorted(set(layers))}
-    flags = [(p, p.requires_grad) for p in model.parameters()]
-    try:
-        for parameter, _ in flags:
-            parameter.requires_grad_(False)
+    if not sums:
+        return {}
+    with frozen(model), torch.no_grad():
         for block in spread_blocks(blocks, MEASURED_BLOCKS):
-            with _watched(model, sums, block), torch.no_grad():
+            with _watched(model, sums, block):
                 model.base_model(input_ids=block.ids.to(device_of(model)), use_cache=False)
-    finally:
-        for parameter, flag in flags:
-            parameter.requires_grad_(flag)
     return {layer: found.directions() for layer, found in sums.items()}
 
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from headwise.errors import SelectionError
 from headwise.heads import Head, format_heads
-from headwise.models.architectures import Role, geometry_of
+from headwise.models.architectures import geometry_of
 from headwise.models.patch import Patch, Slice
 from headwise.models.slices import head_spans, read_slices
 from headwise.settings import changed
@@ -99,7 +99,7 @@ def _centre_sink(case: Case, dose: float) -> Slices:
 
 
 def _shifted(case: Case, shift: Float[Tensor, "dim"]) -> Slices:
-    """Queries less a constant: in the bias, or by rank one on what is most constant in the input."""
+    """Queries less a constant: in the bias, or by rank one on what is constant in the input."""
     if "q_bias" in case.slices:
         return {"q_bias": case.slices["q_bias"] - shift}
     return {"q": case.slices["q"] - torch.outer(shift, case.measured.constant)}

@@ -30,29 +30,26 @@ from headwise.surgery.sink_directions import LayerDirections
 from headwise.surgery.treatments import TREATMENTS, Dose, Prescription, treat
 from headwise.texts.batches import Batch, join_batches
 from headwise.texts.corpus import spread_blocks
+from headwise.therapy.record import Tried
 
 SEARCHED = ("release", "centre")
 DOSE_BLOCKS = 16  # training blocks on which doses are compared
 _BATCH = 8  # blocks a forward pass
+NEGLIGIBLE = 0.002  # nats per token: what counts as no change
+_CLEAR = 2.0  # standard errors over documents that a change must be away from nothing
+_HARM = 0.01  # a head whose treatment costs more than this must not be touched at all
 _STEP = 0.1  # a head's own amount is looked for this far around the common one
 
 Sums = Float[np.ndarray, "document"]
 
 
 @dataclass(frozen=True)
-class Tried:
-    """One comparison: what all or one of the heads were given, and the change of training loss."""
-
-    heads: str
-    dose: str
-    change: float  # nats per token, against the state it was compared with
-    error: float  # standard error over documents
-    kept: bool
-
-
-@dataclass(frozen=True)
 class DoseChoice:
-    """What the search found; heads that are better left alone are not in the prescription."""
+    """What the search found; heads that are better left alone are not in the prescription.
+
+    Treatment `none` is for heads that sleep with the others but gain nothing by waking at once:
+    their slices are trained as they are.
+    """
 
     prescription: dict[Head, Dose]
     stock_loss: float  # nats per token on the training blocks
@@ -78,7 +75,8 @@ def choose_doses(
     common = _best_amounts(tried, treatments)
     for head in sorted(heads):
         tried += _one_head(search, head, common)
-    given = {h: d for h, d in search.state.items() if d.treatment != "none"}
+    parked = {row.heads for row in tried if row.kept and row.change < -_HARM}
+    given = {h: d for h, d in search.state.items() if str(h) not in parked or d.amount}
     tokens = search.tokens.sum()
     return DoseChoice(
         given, float(stock.sum() / tokens), float(search.sums.sum() / tokens), tuple(tried)
@@ -150,13 +148,13 @@ class _Search:
 def _all_at_once(search: _Search, heads: Sequence[Head], treatments: Sequence[str]) -> list[Tried]:
     """Every treatment and amount for all heads; the best becomes the current state."""
     lowest = min(head.layer for head in heads)
-    rows, best, least = [], None, 0.0
+    rows, best, least = [], None, -NEGLIGIBLE
     for name in treatments:
         for amount in TREATMENTS[name].doses:
             dose = Dose(name, amount)
             mean, error = search.change(search.losses(dict.fromkeys(heads, dose), lowest))
             rows.append(Tried("all", str(dose), mean, error, False))
-            if mean + error < 0 and mean < least:
+            if mean + _CLEAR * error < 0 and mean < least:
                 best, least = dose, mean
     if best is not None:
         search.begin(dict.fromkeys(heads, best))
@@ -179,7 +177,7 @@ def _one_head(search: _Search, head: Head, common: Sequence[Dose]) -> list[Tried
     for dose in _options(search.state.get(head), common):
         mean, error = search.change(search.losses({**search.state, head: dose}, head.layer))
         rows.append(Tried(str(head), str(dose), mean, error, False))
-        if mean + error < 0 and mean < least:
+        if mean + _CLEAR * error < 0 and mean < least:
             best, least = dose, mean
     if best is not None:
         search.begin({**search.state, head: best})
