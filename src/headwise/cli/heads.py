@@ -16,6 +16,7 @@ from headwise.cli.options import (
     Corpus,
     Dead,
     DeviceMap,
+    DoseAmount,
     Dtype,
     Figures,
     LearningRate,
@@ -34,6 +35,7 @@ from headwise.cli.options import (
     Steps,
     Texts,
     Tracker,
+    TreatmentName,
     choice,
     chosen_texts,
     given_texts,
@@ -42,6 +44,7 @@ from headwise.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from headwise.models.loading import LoadedModel
     from headwise.surgery.plan import SurgeryPlan
     from headwise.surgery.recipe import Recipe
     from headwise.surgery.repair import RepairRun
@@ -215,10 +218,12 @@ def plan(
 @app.command()
 def repair(
     model: Model,
-    plan: Annotated[Path, typer.Option(help="plan.yaml")],
+    plan: Annotated[Path | None, typer.Option(help="plan.yaml; auto finds sick heads.")] = None,
     corpus: Corpus = None,
     out: Annotated[Path, typer.Option(help="The run directory.")] = Path("out/run"),
     mode: RepairMode = "surgery",
+    treatment: TreatmentName = None,
+    dose: DoseAmount = None,
     recipe: RecipeName = None,
     steps: Steps = None,
     lr: LearningRate = None,
@@ -237,14 +242,13 @@ def repair(
     from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import console
     from headwise.surgery.modes import MODES
-    from headwise.surgery.plan import SurgeryPlan
-    from headwise.surgery.repair import repair as run
     from headwise.texts.text_sets import default_corpus, default_texts, read_texts
+    from headwise.therapy.repair import repair as run
 
-    chosen = SurgeryPlan.load(plan)
-    settings = _recipe(recipe, model, steps=steps, lr=lr)
+    chosen = _plan(plan, treatment)
     texts = read_texts(corpus, lines=lines) if corpus else default_corpus(model)
     loaded = load(model, dtype, device_map, allow_pickle, trust_remote_code)
+    settings = _recipe(recipe, loaded, treatment, steps=steps, lr=lr)
     with resumable(f"add --resume to go on in {out}"), progress_bars(quiet) as progress:
         done = run(
             loaded,
@@ -253,6 +257,8 @@ def repair(
             settings,
             out=out,
             mode=choice(mode, *MODES),
+            treatment=treatment,
+            dose=dose,
             seed=seed,
             resume=resume,
             force=force,
@@ -262,22 +268,48 @@ def repair(
         )
     for line in _repaired(done, chosen):
         console(quiet).print(line)
-    names = ("patch.safetensors", "trace.jsonl", "maps.jsonl", "run.json")
-    wrote([out / name for name in names], quiet)
+    names = ("patch.safetensors", "trace.jsonl", "maps.jsonl", "run.json", "therapy.json")
+    wrote([out / name for name in names if (out / name).exists()], quiet)
 
 
-def _recipe(name: str | None, model: str, **changes: float | None) -> Recipe:
+def _plan(path: Path | None, treatment: str | None) -> SurgeryPlan | None:
+    """The plan that is named; only `auto` can find the sick heads itself."""
+    from headwise.errors import SelectionError
+    from headwise.surgery.plan import SurgeryPlan
+
+    if path is not None:
+        return SurgeryPlan.load(path)
+    if treatment != "auto":
+        raise SelectionError("no plan", fix="pass --plan plan.yaml, or --treatment auto")
+    return None
+
+
+def _recipe(
+    name: str | None, loaded: LoadedModel, treatment: str | None, **changes: float | None
+) -> Recipe:
     """The recipe that is asked for, with what the command line changes."""
+    from headwise.models.patient import PATIENTS
     from headwise.settings import changed
-    from headwise.surgery.recipe import default_recipe, recipe_named
+    from headwise.surgery.recipe import default_recipe, recipe_named, treatment_recipe
 
-    recipe = recipe_named(name) if name else default_recipe(model)
+    config = loaded.model.config.get_text_config()
+    if name:
+        recipe = recipe_named(name)
+    elif treatment in (None, "reinitialise") or loaded.id in PATIENTS:
+        recipe = default_recipe(loaded.id)
+    else:
+        positions = getattr(config, "max_position_embeddings", None)
+        recipe = treatment_recipe(config.hidden_size, positions)
     return changed(recipe, **{key: v for key, v in changes.items() if v is not None})
 
 
-def _repaired(done: RepairRun, plan: SurgeryPlan) -> Iterator[str]:
+def _repaired(done: RepairRun, plan: SurgeryPlan | None) -> Iterator[str]:
     """What a run says of itself when it ends."""
+    from headwise.therapy.record import THERAPY, Therapy
+
     state = done.state
+    if (done.out / THERAPY).exists():
+        yield f"auto: {Therapy.load(done.out).sentence}"
     if state.validations:
         first = state.validations[0]
         yield (
@@ -286,13 +318,22 @@ def _repaired(done: RepairRun, plan: SurgeryPlan) -> Iterator[str]:
         )
     elif not state.rows and state.step == 0:
         yield f"{done.mode}: nothing was trained now (a control without training, or finished)"
-    yield f"{done.patch.num_weights:,} weights in the patch"
+    yield f"{done.patch.num_weights:,} weights in the patch" + _OUTCOMES[done.outcome]
     if done.mode == "lora":
         yield (
             "(whole projections after merging; trained were low-rank factors of about as many "
             "weights as the planned slices have"
-            + (f", {plan.summary.trainable_weights:,})" if plan.summary else ")")
+            + (f", {plan.summary.trainable_weights:,})" if plan and plan.summary else ")")
         )
+
+
+_OUTCOMES = {
+    "": "",
+    "trained": "",
+    "sham": ": the sham, for no trained state was better than the operation without training",
+    "unchanged": ": no trained state was better than the model as it was",
+    "empty": ": leaving the model alone is best",
+}
 
 
 @app.command()

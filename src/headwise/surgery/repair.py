@@ -1,10 +1,11 @@
 """Repair: operate, train, and the controls that tell a cure from a metric artefact.
 
 All modes share plan, data order, steps and seed, and all end in the same artefact, a patch:
-`surgery` treats the heads (unless the plan says otherwise: reinitialises) and trains; `sham` reinitialises and never trains (by first-token mass it
-"recovers" every head at once); `gradient-only` trains the same slices as they are; `ablate` only
-silences; `random-heads` operates on as many healthy heads, matched by layer; `lora` spends the same
-number of weights on low-rank updates of the same projections.
+`surgery` treats (reinitialises, unless the plan names another treatment) and trains; `sham` treats
+and never trains (by first-token mass it "recovers" every head at once); `gradient-only` trains the
+same slices as they are; `ablate` only silences; `random-heads` operates on as many healthy heads,
+matched by layer; `lora` spends the same number of weights on low-rank updates of the same
+projections.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from headwise.diagnosis.mean_outputs import measure_means
+from headwise.errors import SelectionError
 from headwise.models.architectures import device_of
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.patch import Patch, Slice
@@ -79,6 +81,8 @@ def repair(
     """
     out, model = Path(out), loaded.model
     recipe = recipe or default_recipe(loaded.id)
+    if not plan.targets:
+        raise SelectionError("the plan has no targets", fix="choose heads, or --treatment auto")
     fingerprint = require_planned_model(model, plan, force=force)
     if treatment is not None:
         require_treated_mode(mode)
