@@ -34,9 +34,7 @@ def emptied(out: Path) -> None:
     loaded = load_model("patient")
     model, tokenizer = loaded.model, loaded.tokenizer
     judged = TextSet("heldout", default_texts("patient").texts[:TEXTS])
-    plan = make_plan(
-        diagnose(model, tokenizer, judged, name="patient", max_length=256), heads="dead"
-    )
+    plan = make_plan(diagnose(loaded, judged, max_length=256), heads="dead")
     spans = spans_of(model, plan.target_heads, "vo")
     factor = (1 - LR * WEIGHT_DECAY) ** STEPS
     patch = Patch(
@@ -49,7 +47,7 @@ def emptied(out: Path) -> None:
     blocks = list(batches(encode_texts(tokenizer, judged.texts, max_length=256), 1))
     say("loss against the patient", validation_change(model, patch, blocks))
     patch.apply(model)
-    found = diagnose(model, tokenizer, judged, name="patient-empty", max_length=256)
+    found = diagnose(model, tokenizer, judged, max_length=256)
     say("sick", found.counts)
     encoded = encode_texts(tokenizer, judged.texts, max_length=256)
     say("joint", ablate_heads(model, encoded, [plan.target_heads]).intervals())

@@ -44,9 +44,7 @@ from headwise.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from headwise.models.loading import LoadedModel
     from headwise.surgery.plan import SurgeryPlan
-    from headwise.surgery.recipe import Recipe
     from headwise.surgery.repair import RepairRun
 
 
@@ -241,20 +239,23 @@ def repair(
     """Operate on the plan's heads and train only their slices, or run a control."""
     from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import console
+    from headwise.settings import changed
     from headwise.surgery.modes import MODES
+    from headwise.surgery.recipe import recipe_named
     from headwise.texts.text_sets import default_corpus, default_texts, read_texts
-    from headwise.therapy.repair import repair as run
+    from headwise.therapy.repair import recipe_for, repair as run
 
     chosen = _plan(plan, treatment)
     texts = read_texts(corpus, lines=lines) if corpus else default_corpus(model)
     loaded = load(model, dtype, device_map, allow_pickle, trust_remote_code)
-    settings = _recipe(recipe, loaded, treatment, steps=steps, lr=lr)
+    settings = recipe_named(recipe) if recipe else recipe_for(loaded, treatment)
+    changes = {key: v for key, v in (("steps", steps), ("lr", lr)) if v is not None}
     with resumable(f"add --resume to go on in {out}"), progress_bars(quiet) as progress:
         done = run(
             loaded,
             chosen,
             texts,
-            settings,
+            changed(settings, **changes),
             out=out,
             mode=choice(mode, *MODES),
             treatment=treatment,
@@ -282,25 +283,6 @@ def _plan(path: Path | None, treatment: str | None) -> SurgeryPlan | None:
     if treatment != "auto":
         raise SelectionError("no plan", fix="pass --plan plan.yaml, or --treatment auto")
     return None
-
-
-def _recipe(
-    name: str | None, loaded: LoadedModel, treatment: str | None, **changes: float | None
-) -> Recipe:
-    """The recipe that is asked for, with what the command line changes."""
-    from headwise.models.patient import PATIENTS
-    from headwise.settings import changed
-    from headwise.surgery.recipe import default_recipe, recipe_named, treatment_recipe
-
-    config = loaded.model.config.get_text_config()
-    if name:
-        recipe = recipe_named(name)
-    elif treatment in (None, "reinitialise") or loaded.id in PATIENTS:
-        recipe = default_recipe(loaded.id)
-    else:
-        positions = getattr(config, "max_position_embeddings", None)
-        recipe = treatment_recipe(config.hidden_size, positions)
-    return changed(recipe, **{key: v for key, v in changes.items() if v is not None})
 
 
 def _repaired(done: RepairRun, plan: SurgeryPlan | None) -> Iterator[str]:

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from headwise.errors import TextError
 from headwise.heads import Head
+from headwise.models.loaded_model import LoadedModel
 from headwise.models.patch import Patch
 from headwise.models.patch_info import PatchInfo
 from headwise.progress import Progress, silent, stage
@@ -23,13 +24,12 @@ from headwise.settings import changed
 from headwise.surgery.operation import require_planned_model
 from headwise.surgery.plan import SurgeryPlan
 from headwise.surgery.recipe import Recipe
-from headwise.surgery.repair import RepairRun, asked_settings, finished_run, repair, repair_corpus
+from headwise.surgery.repair import RepairRun, asked_settings, finished_run, repair
 from headwise.surgery.run_settings import PATCH, RunSettings, is_finished
 from headwise.surgery.run_state import RunState
 from headwise.surgery.sink_directions import measure_directions
 from headwise.surgery.treatments import Dose, Prescription, with_prescription
 from headwise.texts.corpus import Corpus, spread_blocks
-from headwise.texts.text_sets import TextSet
 from headwise.therapy.dose import DOSE_BLOCKS, NEGLIGIBLE, DoseChoice, choose_doses
 from headwise.therapy.never_worse import count_documents, judged_blocks, validation_change
 from headwise.therapy.record import THERAPY, Therapy
@@ -44,37 +44,35 @@ class AutoRun:
 
 
 def repair_automatically(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    loaded: LoadedModel,
     plan: SurgeryPlan,
-    texts: TextSet | Corpus,
+    corpus: Corpus,
     recipe: Recipe,
     *,
     out: Path,
     seed: int = 0,
     resume: bool = False,
     force: bool = False,
-    excluded: Sequence[str] = (),
     tracker: str | None = None,
     progress: Progress = silent,
 ) -> AutoRun:
     """Treat each of the plan's heads as it needs, or none; the result is the patch in `out`."""
+    model = loaded.model
     fingerprint = require_planned_model(model, plan, force=force)
-    corpus = repair_corpus(texts, tokenizer, recipe, excluded)
     _require_validation(corpus)
     asked = asked_settings(plan, recipe, "surgery", seed, corpus, fingerprint)
+    if not resume:
+        is_finished(asked, out, resume=False)  # refuses a folder that holds another run
     therapy = _earlier(asked, out) if resume else None
     if therapy is None:
         therapy = _chosen(model, asked, corpus, progress)
-        _require_fresh(asked, out, resume)
         therapy.save(out)
     if therapy.better is not None:
         return AutoRun(finished_run(out), therapy)
     if not therapy.treatments:
         return _left_alone(asked, replace(therapy, better=False), out)
     run = repair(
-        model,
-        tokenizer,
+        loaded,
         _treated_plan(plan, therapy),
         corpus,
         recipe,
@@ -95,10 +93,6 @@ def _require_validation(corpus: Corpus) -> None:
             where=corpus.name,
             fix="add documents: about one in twenty becomes validation text",
         )
-
-
-def _require_fresh(asked: RunSettings, out: Path, resume: bool) -> None:
-    is_finished(asked, out, resume=resume)
 
 
 def _earlier(asked: RunSettings, out: Path) -> Therapy | None:

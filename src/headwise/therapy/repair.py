@@ -6,25 +6,28 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headwise.diagnosis.diagnose import diagnose
-from headwise.models.loading import LoadedModel
+from headwise.models.loaded_model import LoadedModel, takes_model
+from headwise.models.patient import PATIENTS
 from headwise.progress import Progress, silent
 from headwise.settings import changed
 from headwise.surgery.modes import Mode, require_treated_mode
 from headwise.surgery.plan import SurgeryPlan, make_plan
-from headwise.surgery.recipe import Recipe
-from headwise.surgery.repair import RepairRun, repair as repair_heads
-from headwise.texts.corpus import in_validation
+from headwise.surgery.recipe import Recipe, default_recipe, treatment_recipe
+from headwise.surgery.repair import RepairRun, repair as repair_heads, repair_corpus
+from headwise.texts.corpus import Corpus, spread_blocks
 from headwise.texts.text_sets import TextSet
 from headwise.therapy.auto import repair_automatically
 
-_TEXTS = 32  # training texts on which auto looks for sick heads if no plan is given
+AUTO = "auto"
+_BLOCKS = 32  # training blocks on which auto looks for sick heads if no plan is given
 
 
+@takes_model
 def repair(
     loaded: LoadedModel,
-    plan: SurgeryPlan | None,
-    texts: TextSet,
-    recipe: Recipe,
+    plan: SurgeryPlan | None = None,
+    corpus: TextSet | Corpus | Sequence[str] | None = None,
+    recipe: Recipe | None = None,
     *,
     out: Path,
     mode: Mode = "surgery",
@@ -37,31 +40,33 @@ def repair(
     tracker: str | None = None,
     progress: Progress = silent,
 ) -> RepairRun:
-    """Run one arm; with `treatment="auto"` the patch is empty unless it makes the model better."""
-    model, tokenizer = loaded.model, loaded.tokenizer
-    chosen = plan or plan_sick_heads(loaded, texts, recipe, seed=seed)
-    if treatment == "auto":
+    """Repair in one mode and write `out/`; the model is left as it was, the result is the patch.
+
+    `treatment="auto"` chooses per head and ends in an empty patch unless the repaired model is
+    better than stock on validation text with 95% confidence; without a plan it treats sick heads.
+    """
+    chosen = recipe or recipe_for(loaded, treatment)
+    blocks = repair_corpus(corpus, loaded, chosen, excluded)
+    given = plan or plan_sick_heads(loaded, blocks, chosen)
+    if treatment == AUTO:
         require_treated_mode(mode)
         return repair_automatically(
-            model,
-            tokenizer,
+            loaded,
+            given,
+            blocks,
             chosen,
-            texts,
-            recipe,
             out=out,
             seed=seed,
             resume=resume,
             force=force,
-            excluded=excluded,
             tracker=tracker,
             progress=progress,
         ).run
     return repair_heads(
-        model,
-        tokenizer,
+        loaded,
+        given,
+        blocks,
         chosen,
-        texts,
-        recipe,
         out=out,
         mode=mode,
         treatment=treatment,
@@ -69,24 +74,28 @@ def repair(
         seed=seed,
         resume=resume,
         force=force,
-        excluded=excluded,
         tracker=tracker,
         progress=progress,
     )
 
 
-def plan_sick_heads(
-    loaded: LoadedModel, texts: TextSet, recipe: Recipe, *, seed: int = 0
-) -> SurgeryPlan:
+def recipe_for(loaded: LoadedModel, treatment: str | None) -> Recipe:
+    """The recipe if none is named: for treated heads one that fits the model's width."""
+    if treatment in (None, "reinitialise") or loaded.id in PATIENTS:
+        return default_recipe(loaded.id)
+    width = int(loaded.model.config.get_text_config().hidden_size)
+    return treatment_recipe(width, loaded.max_positions)
+
+
+def plan_sick_heads(loaded: LoadedModel, corpus: Corpus, recipe: Recipe) -> SurgeryPlan:
     """A plan for the heads that are sick on training text; it may have no targets."""
-    train = [text for text in texts.texts if not in_validation(text)][:_TEXTS]
-    found = diagnose(
-        loaded.model,
-        loaded.tokenizer,
-        TextSet(texts.name, tuple(train)),
-        name=loaded.id,
-        max_length=recipe.block,
-    )
+    rows = [
+        row[:length].tolist()
+        for block in spread_blocks(corpus.train, _BLOCKS)
+        for row, length in zip(block.ids, block.lengths, strict=True)
+    ]
+    texts = tuple(loaded.tokenizer.decode(ids, skip_special_tokens=True) for ids in rows)
+    found = diagnose(loaded, TextSet(corpus.name, texts), max_length=recipe.block)
     if found.counts["sick"]:
-        return make_plan(found, heads="sick", seed=42 + seed)
+        return make_plan(found, heads="sick")
     return changed(make_plan(found, heads="all"), targets="", healthy="all", summary=None)
