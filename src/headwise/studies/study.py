@@ -39,6 +39,8 @@ class StudyArm(_Strict):
 
     name: str = Field(pattern=r"^[\w.-]+$")
     mode: Mode = "surgery"
+    treatment: str | None = None  # a row of the treatments, or auto; None: reinitialise
+    dose: float | None = None
     corpus: str = "train"
     plan: PlanChoice | None = None
     passes: int = Field(default=1, ge=1, le=2)  # 2: a second pass on what is still, or newly, sick
