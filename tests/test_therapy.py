@@ -1,4 +1,4 @@
-"""Therapy: doses by measurement, treatments in a repair, never worse, and patches that are empty."""
+"""Therapy: doses by measurement, treatments in a repair, never worse, and empty patches."""
 
 from __future__ import annotations
 
