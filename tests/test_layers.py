@@ -21,6 +21,7 @@ ORDER = """
     surgery
     plasticity
     proof
+    therapy
     studies
     report
     bench

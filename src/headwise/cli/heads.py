@@ -16,6 +16,7 @@ from headwise.cli.options import (
     Corpus,
     Dead,
     DeviceMap,
+    DoseAmount,
     Dtype,
     Figures,
     LearningRate,
@@ -34,6 +35,7 @@ from headwise.cli.options import (
     Steps,
     Texts,
     Tracker,
+    TreatmentName,
     choice,
     chosen_texts,
     given_texts,
@@ -43,7 +45,6 @@ from headwise.cli.options import (
 
 if TYPE_CHECKING:
     from headwise.surgery.plan import SurgeryPlan
-    from headwise.surgery.recipe import Recipe
     from headwise.surgery.repair import RepairRun
 
 
@@ -215,10 +216,12 @@ def plan(
 @app.command()
 def repair(
     model: Model,
-    plan: Annotated[Path, typer.Option(help="plan.yaml")],
+    plan: Annotated[Path | None, typer.Option(help="plan.yaml; auto finds sick heads.")] = None,
     corpus: Corpus = None,
     out: Annotated[Path, typer.Option(help="The run directory.")] = Path("out/run"),
     mode: RepairMode = "surgery",
+    treatment: TreatmentName = None,
+    dose: DoseAmount = None,
     recipe: RecipeName = None,
     steps: Steps = None,
     lr: LearningRate = None,
@@ -236,23 +239,27 @@ def repair(
     """Operate on the plan's heads and train only their slices, or run a control."""
     from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import console
+    from headwise.settings import changed
     from headwise.surgery.modes import MODES
-    from headwise.surgery.plan import SurgeryPlan
-    from headwise.surgery.repair import repair as run
+    from headwise.surgery.recipe import recipe_named
     from headwise.texts.text_sets import default_corpus, default_texts, read_texts
+    from headwise.therapy.repair import recipe_for, repair as run
 
-    chosen = SurgeryPlan.load(plan)
-    settings = _recipe(recipe, model, steps=steps, lr=lr)
+    chosen = _plan(plan, treatment)
     texts = read_texts(corpus, lines=lines) if corpus else default_corpus(model)
     loaded = load(model, dtype, device_map, allow_pickle, trust_remote_code)
+    settings = recipe_named(recipe) if recipe else recipe_for(loaded, treatment)
+    changes = {key: v for key, v in (("steps", steps), ("lr", lr)) if v is not None}
     with resumable(f"add --resume to go on in {out}"), progress_bars(quiet) as progress:
         done = run(
             loaded,
             chosen,
             texts,
-            settings,
+            changed(settings, **changes),
             out=out,
             mode=choice(mode, *MODES),
+            treatment=treatment,
+            dose=dose,
             seed=seed,
             resume=resume,
             force=force,
@@ -262,22 +269,29 @@ def repair(
         )
     for line in _repaired(done, chosen):
         console(quiet).print(line)
-    names = ("patch.safetensors", "trace.jsonl", "maps.jsonl", "run.json")
-    wrote([out / name for name in names], quiet)
+    names = ("patch.safetensors", "trace.jsonl", "maps.jsonl", "run.json", "therapy.json")
+    wrote([out / name for name in names if (out / name).exists()], quiet)
 
 
-def _recipe(name: str | None, model: str, **changes: float | None) -> Recipe:
-    """The recipe that is asked for, with what the command line changes."""
-    from headwise.settings import changed
-    from headwise.surgery.recipe import default_recipe, recipe_named
+def _plan(path: Path | None, treatment: str | None) -> SurgeryPlan | None:
+    """The plan that is named; only `auto` can find the sick heads itself."""
+    from headwise.errors import SelectionError
+    from headwise.surgery.plan import SurgeryPlan
 
-    recipe = recipe_named(name) if name else default_recipe(model)
-    return changed(recipe, **{key: v for key, v in changes.items() if v is not None})
+    if path is not None:
+        return SurgeryPlan.load(path)
+    if treatment != "auto":
+        raise SelectionError("no plan", fix="pass --plan plan.yaml, or --treatment auto")
+    return None
 
 
-def _repaired(done: RepairRun, plan: SurgeryPlan) -> Iterator[str]:
+def _repaired(done: RepairRun, plan: SurgeryPlan | None) -> Iterator[str]:
     """What a run says of itself when it ends."""
+    from headwise.therapy.record import THERAPY, Therapy
+
     state = done.state
+    if (done.out / THERAPY).exists():
+        yield f"auto: {Therapy.load(done.out).sentence}"
     if state.validations:
         first = state.validations[0]
         yield (
@@ -286,13 +300,22 @@ def _repaired(done: RepairRun, plan: SurgeryPlan) -> Iterator[str]:
         )
     elif not state.rows and state.step == 0:
         yield f"{done.mode}: nothing was trained now (a control without training, or finished)"
-    yield f"{done.patch.num_weights:,} weights in the patch"
+    yield f"{done.patch.num_weights:,} weights in the patch" + _OUTCOMES[done.outcome]
     if done.mode == "lora":
         yield (
             "(whole projections after merging; trained were low-rank factors of about as many "
             "weights as the planned slices have"
-            + (f", {plan.summary.trainable_weights:,})" if plan.summary else ")")
+            + (f", {plan.summary.trainable_weights:,})" if plan and plan.summary else ")")
         )
+
+
+_OUTCOMES = {
+    "": "",
+    "trained": "",
+    "sham": ": the sham, for no trained state was better than the operation without training",
+    "unchanged": ": no trained state was better than the model as it was",
+    "empty": ": leaving the model alone is best",
+}
 
 
 @app.command()

@@ -87,6 +87,15 @@ RepairMode = Annotated[
 ]
 
 
+TreatmentName = Annotated[
+    str | None,
+    typer.Option("--treatment", help="release, centre, ... for all heads; auto: as each needs."),
+]
+
+
+DoseAmount = Annotated[float | None, typer.Option("--dose", help="How much of the treatment.")]
+
+
 RecipeName = Annotated[str | None, typer.Option(help="A bundled recipe or a .yaml file.")]
 
 

@@ -28,7 +28,8 @@ from headwise.errors import ModelError
 from headwise.models.architectures import architecture_of
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.offloading import held_tensor
-from headwise.models.patient import patient_dir
+from headwise.models.patch import Patch
+from headwise.models.patient import PATIENTS, empty_patch_path, patient_dir
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
 
@@ -45,7 +46,7 @@ def load_model(
     trust_remote_code: bool = False,
 ) -> LoadedModel:
     """Load a model and its tokenizer; float32 on CPU, bfloat16 on an accelerator by default."""
-    path = patient_dir() if name == "patient" else Path(name)
+    path = patient_dir() if name in PATIENTS else Path(name)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     source: str = str(path) if path.exists() else name
     if path.suffix == ".gguf":
@@ -59,6 +60,8 @@ def load_model(
         model = _load_weights(source, options, dtype, device_map, allow_pickle)
     _forget_quantization(model)
     architecture_of(model)
+    if name == "patient-empty":
+        Patch.load(empty_patch_path()).apply(model, force=True)  # in any precision
     require_finite(model)
     return LoadedModel(name, model.eval(), tokenizer)
 

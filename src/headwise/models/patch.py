@@ -44,9 +44,21 @@ class Patch:
 
     @property
     def dtype(self) -> str:
-        """The precision of the model it was made from, e.g. `float32`."""
-        part = next(iter(self.slices.values()))
+        """The precision of the model it was made from, e.g. `float32`; `auto` if it is empty."""
+        part = next(iter(self.slices.values()), None)
+        if part is None:
+            return "auto"
         return str(part.before.dtype).removeprefix("torch.")
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it changes nothing: leaving the model alone was best."""
+        return not self.slices
+
+    def without_unchanged(self) -> Patch:
+        """The patch without slices whose bits stay what they were."""
+        kept = {n: p for n, p in self.slices.items() if not torch.equal(p.before, p.after)}
+        return Patch(kept, self.info)
 
     def base_fingerprint(self) -> str:
         """A hash of what the slices were: the patch fits any model that has these bits there."""
@@ -66,6 +78,15 @@ class Patch:
         """What an evaluation records of this patch."""
         told = None if path is None else str(path)
         return replace(self.info, path=told, num_weights=self.num_weights)
+
+    @contextmanager
+    def applied(self, model: PreTrainedModel) -> Iterator[None]:
+        """The model with the patch while open; afterwards its bits are what they were."""
+        self.apply(model)
+        try:
+            yield
+        finally:
+            self.undo(model, force=True)
 
     def _require(self, model: PreTrainedModel, state: str, verb: str, *, any_bits: bool) -> None:
         """Check every slice before one is written; `any_bits` asks for the right shape only."""

@@ -14,12 +14,20 @@ from typing import Literal
 from headwise.bundled import DATA
 from headwise.errors import ArtefactError
 
+PATIENTS = ("patient", "patient-empty")  # asleep: values and outputs kept; empty: decayed away
+
+
 Split = Literal["train", "second", "heldout"]
 
 
 def patient_dir() -> Path:
     """The directory of the patient: an ordinary Hugging Face model directory with `texts/`."""
     return DATA / "patient"
+
+
+def empty_patch_path() -> Path:
+    """The patch that turns the patient into its sibling whose dead heads are empty."""
+    return DATA / "patient-empty" / "patch.safetensors"
 
 
 def patient_texts(split: Split, domain: str | None = None) -> list[str]:

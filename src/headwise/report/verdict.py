@@ -56,7 +56,12 @@ def judge(source: Source) -> Verdict:
     found = [_sickness(source)]
     if main is None:
         return Verdict(_sick_headline(source), "plain", tuple(f for f in found if f))
-    found += [_operation(source, main), _by_mass(source, main), _by_function(source, main)]
+    found += [
+        _operation(source, main),
+        _untrained(main),
+        _by_mass(source, main),
+        _by_function(source, main),
+    ]
     found += [
         _loss(source, main),
         *_controls(source, main),
@@ -80,9 +85,11 @@ def _basis(source: Source, main: Condition) -> str:
 
 
 def main_run(source: Source) -> Condition | None:
-    """The run the verdict is about: the first surgery arm, or else the first arm."""
+    """The run the verdict is about: the arm `auto`, the first surgery arm, or else the first."""
     finals = source.finals
-    return next((c for c in finals if c.mode == "surgery"), finals[0] if finals else None)
+    surgery = [c for c in finals if c.mode == "surgery"]
+    chosen = [c for c in surgery if c.arm == "auto"] or surgery or finals
+    return chosen[0] if chosen else None
 
 
 def interval(estimate: Interval, form: str = "+.4f") -> str:
@@ -123,6 +130,26 @@ def _sickness(source: Source) -> Finding | None:
     return Finding("Heads that are sick in stock", text)
 
 
+def _untrained(main: Condition) -> Finding | None:
+    """A run whose patch is not what training made is named as what it is."""
+    outcome = "" if main.run is None else main.run.outcome
+    if outcome == "empty":
+        return Finding(
+            "The patch is empty",
+            "The repaired model was not better than stock on validation text with 95% confidence: "
+            "leaving the model alone is best.",
+            "caution",
+        )
+    if outcome == "sham":
+        return Finding(
+            "The operation without training",
+            "No trained state was better on validation text than the start: this patch is the "
+            "sham, the untrained operation.",
+            "caution",
+        )
+    return None
+
+
 def _operation(source: Source, main: Condition) -> Finding | None:
     if main.run is None:
         return None
@@ -139,6 +166,9 @@ def _operation(source: Source, main: Condition) -> Finding | None:
         "lora": "trained low-rank changes in the layers of",
         "random-heads": "reinitialised healthy heads, as many as",
     }.get(main.mode, "changed")
+    if main.mode == "surgery" and main.run.plan.treatments:
+        given = ", ".join(f"{name} to {heads}" for name, heads in main.run.plan.treatments.items())
+        verb = f"gave {given}: treated"
     share = summary.trainable_share
     text = f"{main.arm.capitalize()} {verb} {summary.heads} heads in {summary.layers} layers"
     if steps:
@@ -317,6 +347,8 @@ def _gaps(source: Source) -> Finding | None:
 
 def _headline(source: Source, main: Condition) -> tuple[str, Tone]:
     change = against_stock(source, main.arm)
+    if main.run is not None and main.run.outcome == "empty":
+        return "Leaving the model alone is best: no repair was shown to be better.", "plain"
     if change is None:
         return _sick_headline(source), "plain"
     name = "The operation" if main.mode == "surgery" else main.arm.capitalize()

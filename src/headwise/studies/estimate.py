@@ -18,7 +18,7 @@ from headwise.diagnosis.values import Diagnosis
 from headwise.errors import HeadwiseError
 from headwise.heads import Head
 from headwise.models.architectures import geometry_of
-from headwise.models.patient import patient_dir
+from headwise.models.patient import PATIENTS, patient_dir
 from headwise.models.slices import spans_of
 from headwise.studies.study import PlanChoice, Study, StudyArm
 from headwise.surgery.plan import make_plan
@@ -100,7 +100,7 @@ def _cost(study: Study, arm: StudyArm, seed: int, size: _Size | None, speed: flo
 
 def _size(study: Study, out: Path) -> _Size | None:
     """The model's shape from its configuration, on the meta device; None if that is not at hand."""
-    name = str(patient_dir()) if study.model == "patient" else study.model
+    name = str(patient_dir()) if study.model in PATIENTS else study.model
     try:
         config = AutoConfig.from_pretrained(name, local_files_only=True)
         with torch.device("meta"):

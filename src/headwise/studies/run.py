@@ -36,10 +36,10 @@ from headwise.studies.study import PlanChoice, Study, StudyArm
 from headwise.studies.summary import summarise_study
 from headwise.surgery.plan import SurgeryPlan, make_plan, operated_heads
 from headwise.surgery.recipe import Recipe
-from headwise.surgery.repair import repair
 from headwise.surgery.run_settings import PATCH, RUN
 from headwise.texts.corpus import Corpus, build_corpus
 from headwise.texts.text_sets import TextSet
+from headwise.therapy.repair import repair
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,8 @@ def _one_pass(
     plan = changed(plan, seed=plan.seed + seed)
     if not (folder / "plan.yaml").exists():
         plan.save(folder / "plan.yaml")
-    stage(f"{arm.name} s{seed}: {arm.mode} on {len(plan.target_heads)} heads", setting.progress)
+    done = arm.treatment or arm.mode
+    stage(f"{arm.name} s{seed}: {done} on {len(plan.target_heads)} heads", setting.progress)
     recipe = setting.study.recipe_of(arm)
     run = repair(
         setting.loaded,
@@ -210,6 +211,8 @@ def _one_pass(
         recipe,
         out=folder,
         mode=arm.mode,
+        treatment=arm.treatment,
+        dose=arm.dose,
         seed=seed,
         resume=(folder / RUN).exists(),
         progress=setting.progress,

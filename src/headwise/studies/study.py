@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headwise.bundled import DATA
 from headwise.errors import SettingsError
-from headwise.models.patient import patient_texts
+from headwise.models.patient import PATIENTS, patient_texts
 from headwise.settings import changed, read_yaml, validated
 from headwise.surgery.modes import TRAINED, Mode
 from headwise.surgery.plan import Init, KvPolicy, Preset
@@ -39,6 +39,8 @@ class StudyArm(_Strict):
 
     name: str = Field(pattern=r"^[\w.-]+$")
     mode: Mode = "surgery"
+    treatment: str | None = None  # a row of the treatments, or auto; None: reinitialise
+    dose: float | None = None
     corpus: str = "train"
     plan: PlanChoice | None = None
     passes: int = Field(default=1, ge=1, le=2)  # 2: a second pass on what is still, or newly, sick
@@ -82,7 +84,7 @@ class Study(_Strict):
         """The texts of a named corpus."""
         if name in self.corpora:
             return TextSet(name, read_texts(self.corpora[name]).texts)
-        if self.model == "patient" and name in ("train", "second"):
+        if self.model in PATIENTS and name in ("train", "second"):
             if name == "second":
                 return TextSet("patient-second", tuple(patient_texts("second")))
             return default_corpus(self.model)
@@ -94,7 +96,7 @@ class Study(_Strict):
         """Held-out text sets; heads are judged on the first."""
         if self.texts:
             return [TextSet("heldout", read_texts(self.texts).texts)]
-        if self.model != "patient":
+        if self.model not in PATIENTS:
             return [default_texts(self.model)]
         domains = ("scripture", "union")
         parts = [TextSet(f"heldout-{d}", tuple(patient_texts("heldout", d))) for d in domains]
@@ -118,7 +120,7 @@ def load_study(name: str) -> Study:
         raise SettingsError("two arms have the same name", where=path)
     for arm in study.arms:
         study.recipe_of(arm)
-        if study.model == "patient" or arm.corpus in study.corpora:
+        if study.model in PATIENTS or arm.corpus in study.corpora:
             continue
         raise SettingsError(
             f"arm {arm.name} uses the corpus {arm.corpus!r}, which is not listed",

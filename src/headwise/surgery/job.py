@@ -1,4 +1,7 @@
-"""A training job: what is trained, on what, and how; fixed for the whole run."""
+"""A training job: what is trained, on what, and how; fixed for the whole run.
+
+The frozen layers below the operation run without gradients, or are read from a cache on disk.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from headwise.forward.checkpointing import checkpointed
 from headwise.forward.gelu import fused_gelu
+from headwise.forward.partial_run import layer_input, run_from
 from headwise.forward.tap import tapped
+from headwise.models.architectures import device_of
+from headwise.models.tensor_files import write_array
 from headwise.surgery.recipe import Recipe
 from headwise.surgery.run_state import MassMap
 from headwise.surgery.slice_training import Master, training_slices, write_masters
+from headwise.texts.batches import Batch
 from headwise.texts.corpus import Corpus
+
+PREFIX = "prefix"  # the cache's folder in a run
+
 
 Tracker = Callable[[Mapping[str, float], int], None]
 
@@ -58,3 +71,28 @@ class Job:
         """To the tracker, if there is one."""
         if self.track is not None:
             self.track(values, step)
+
+
+def last_hidden(job: Job, batch: Batch, part: list[tuple[int, Batch]]) -> Tensor:
+    """Last hidden states of the numbered blocks in `part`, which are joined in `batch`."""
+    ids = batch.ids.to(device_of(job.model))
+    if not (job.recipe.cache_prefix and job.lowest > 0):
+        last: Tensor = job.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        return last
+    folder = job.out / PREFIX
+    stored = [_prefix(job.model, job.lowest, folder / f"{n}.npy", block) for n, block in part]
+    padded = [F.pad(hidden, (0, 0, 0, ids.shape[1] - hidden.shape[1])) for hidden in stored]
+    start = torch.cat(padded).to(ids.device, job.model.dtype)
+    return run_from(job.model, ids, job.lowest, start)
+
+
+def _prefix(model: PreTrainedModel, lowest: int, path: Path, block: Batch) -> Tensor:
+    """What enters the lowest operated layer for one block.
+
+    From disk after the first time: no layer below changes.
+    """
+    if not path.exists():
+        with torch.no_grad():
+            hidden = layer_input(model, block.ids.to(device_of(model)), lowest)
+        write_array(path, hidden.float().cpu().numpy())
+    return torch.from_numpy(np.array(np.load(path, mmap_mode="r")))

@@ -20,6 +20,18 @@ MODES: tuple[str, ...] = get_args(Mode)
 TRAINED = ("surgery", "gradient-only", "random-heads", "lora")
 
 
+_TREATED = ("surgery", "sham", "random-heads")
+
+
+def require_treated_mode(mode: Mode) -> None:
+    """A treatment needs a mode that operates."""
+    if mode not in _TREATED:
+        raise SelectionError(
+            f"the mode {mode} does not treat heads",
+            fix=f"leave the treatment out, or choose {', '.join(_TREATED)}",
+        )
+
+
 def random_heads_plan(plan: SurgeryPlan, seed: int) -> SurgeryPlan:
     """As many healthy heads in each layer as it has targets; from the nearest layers if short."""
     generator = np.random.default_rng([seed, 7919])
@@ -36,4 +48,7 @@ def random_heads_plan(plan: SurgeryPlan, seed: int) -> SurgeryPlan:
         pick = pool[int(generator.integers(len(pool)))]
         free.remove(pick)
         chosen.append(pick)
-    return changed(plan, targets=format_heads(chosen), watched="")
+    same = {name: format_heads(chosen) for name in plan.treatments}
+    if len(same) > 1:
+        raise SelectionError("random-heads needs a plan with one treatment", fix="use --treatment")
+    return changed(plan, targets=format_heads(chosen), watched="", treatments=same)

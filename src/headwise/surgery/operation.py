@@ -110,7 +110,10 @@ def _fresh(model: PreTrainedModel, plan: SurgeryPlan, name: str, span: Span) -> 
     if plan.init == "xavier_uniform":
         bound = math.sqrt(3) * _xavier_std(model)
         return (torch.rand(shape, generator=generator) * 2 - 1) * bound
-    std = _xavier_std(model) if plan.init == "xavier_normal" else _healthy_std(model, plan, name)
+    owner = name.rsplit(".", 1)[0]
+    layer = int(owner.split("H")[0].split("KV")[0].removeprefix("L"))
+    fixed = plan.init == "xavier_normal"
+    std = _xavier_std(model) if fixed else healthy_std(model, plan, layer, role)
     return torch.randn(shape, generator=generator) * std
 
 
@@ -121,10 +124,8 @@ def _xavier_std(model: PreTrainedModel) -> float:
     return math.sqrt(2 / (hidden + 3 * geometry.head_dim))
 
 
-def _healthy_std(model: PreTrainedModel, plan: SurgeryPlan, name: str) -> float:
-    """The scale of the same role in the layer's healthy heads; if none, in those left alone."""
-    owner, role = name.rsplit(".", 1)
-    layer = int(owner.split("H")[0].split("KV")[0].removeprefix("L"))
+def healthy_std(model: PreTrainedModel, plan: SurgeryPlan, layer: int, role: str) -> float:
+    """The scale of a role in the layer's healthy heads; if none, in those left alone."""
     heads = [Head(layer, index) for index in range(geometry_of(model).num_heads)]
     healthy = [head for head in plan.healthy_heads if head.layer == layer]
     others = [head for head in heads if head not in set(plan.target_heads)]

@@ -92,24 +92,27 @@ class SurgeryPlan(BaseModel):
     compensate: Literal["none", "mean"] = "none"
     kv_policy: KvPolicy = "whole-group"
     seed: int = 42
+    treatments: dict[str, str] = {}  # treatment: its heads; targets not named are reinitialised
+    doses: dict[str, float] = {}  # amounts by head or by treatment, else the treatment's own
     summary: Annotated[PlanSummary | None, Empty] = None
 
     @property
     def target_heads(self) -> list[Head]:
-        """The heads that are operated on."""
-        return self._heads(self.targets)
+        """The heads that are operated on; none in the plan of an empty patch."""
+        return self.heads_of(self.targets) if self.targets else []
 
     @property
     def watched_heads(self) -> list[Head]:
         """Frozen heads of the band that are reported on."""
-        return self._heads(self.watched) if self.watched else []
+        return self.heads_of(self.watched) if self.watched else []
 
     @property
     def healthy_heads(self) -> list[Head]:
         """Heads that the diagnosis found healthy and the plan does not touch."""
-        return self._heads(self.healthy) if self.healthy else []
+        return self.heads_of(self.healthy) if self.healthy else []
 
-    def _heads(self, selection: str) -> list[Head]:
+    def heads_of(self, selection: str) -> list[Head]:
+        """The heads that a selection of layers and indices means in this model."""
         return select_heads(
             selection, num_layers=self.model.num_layers, num_heads=self.model.num_heads
         )
@@ -265,8 +268,9 @@ def trainable_weights(model: ModelInfo, heads: int, groups: int) -> int:
 
 
 def plans_of(patches: Iterable[PatchInfo]) -> list[SurgeryPlan]:
-    """The plans that descriptions of patches carry, pass by pass."""
-    return [validated(SurgeryPlan, patch.plan, "a patch") for patch in patches if patch.plan]
+    """The plans that descriptions of patches carry, pass by pass; an empty patch has none."""
+    plans = [validated(SurgeryPlan, patch.plan, "a patch") for patch in patches if patch.plan]
+    return [plan for plan in plans if plan.targets]
 
 
 def operated_heads(patches: Iterable[PatchInfo]) -> list[Head]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from headwise.errors import SettingsError
+from headwise.models.patient import PATIENTS
 from headwise.settings import read_yaml, validated
 
 
@@ -38,6 +39,9 @@ class Recipe(BaseModel):
     def batch_tokens(self) -> int:
         """Tokens a step, at most."""
         return self.block * self.batch_size * self.accumulation
+
+
+_PATIENT_WIDTH = 192
 
 
 RECIPES: dict[str, Recipe] = {
@@ -74,7 +78,19 @@ def recipe_named(name: str) -> Recipe:
 
 def default_recipe(model_name: str) -> Recipe:
     """The recipe for a model if none is named."""
-    return RECIPES["patient" if model_name == "patient" else "bloom-1b7-pass1"]
+    return RECIPES["patient" if model_name in PATIENTS else "bloom-1b7-pass1"]
+
+
+def treatment_recipe(width: int, positions: int | None) -> Recipe:
+    """The recipe for treated heads if none is named: the patient's, its rate scaled to the width.
+
+    A treated head starts near what it was, so a rate that suits the width does not lose it; the
+    paper's 5e-5 is made for heads that start from noise in a model of width 2,048.
+    """
+    base = RECIPES["patient"]
+    rate = min(base.lr, base.lr * _PATIENT_WIDTH / width)
+    block = min(base.block, positions or base.block)
+    return base.model_copy(update={"name": "treatment", "lr": rate, "block": block})
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:

@@ -1,10 +1,11 @@
 """Repair: operate, train, and the controls that tell a cure from a metric artefact.
 
 All modes share plan, data order, steps and seed, and all end in the same artefact, a patch:
-`surgery` reinitialises and trains; `sham` reinitialises and never trains (by first-token mass it
-"recovers" every head at once); `gradient-only` trains the same slices as they are; `ablate` only
-silences; `random-heads` operates on as many healthy heads, matched by layer; `lora` spends the same
-number of weights on low-rank updates of the same projections.
+`surgery` treats (reinitialises, unless the plan names another treatment) and trains; `sham` treats
+and never trains (by first-token mass it "recovers" every head at once); `gradient-only` trains the
+same slices as they are; `ablate` only silences; `random-heads` operates on as many healthy heads,
+matched by layer; `lora` spends the same number of weights on low-rank updates of the same
+projections.
 """
 
 from __future__ import annotations
@@ -18,24 +19,26 @@ import torch
 from transformers import PreTrainedModel
 
 from headwise.diagnosis.mean_outputs import measure_means
+from headwise.errors import SelectionError
 from headwise.models.architectures import device_of
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.patch import Patch, Slice
 from headwise.progress import Progress, silent
 from headwise.settings import changed
 from headwise.surgery.checkpoints import load_best
-from headwise.surgery.job import Job, Tracker
+from headwise.surgery.job import PREFIX, Job, Tracker
 from headwise.surgery.lora import LoraAdapter
-from headwise.surgery.modes import TRAINED, Mode, random_heads_plan
-from headwise.surgery.operation import operate, require_planned_model, silence, unchanged
+from headwise.surgery.modes import TRAINED, Mode, random_heads_plan, require_treated_mode
+from headwise.surgery.operation import require_planned_model, silence, unchanged
 from headwise.surgery.plan import SurgeryPlan
-from headwise.surgery.prefix import PREFIX
 from headwise.surgery.probes import first_token_map
 from headwise.surgery.recipe import Recipe, default_recipe
-from headwise.surgery.run_settings import PATCH, RUN, RunSettings, is_finished
+from headwise.surgery.run_settings import PATCH, RUN, Outcome, RunSettings, is_finished
 from headwise.surgery.run_state import RunState
+from headwise.surgery.sink_directions import measure_directions
 from headwise.surgery.slice_training import make_masters, master_slices
 from headwise.surgery.training import train
+from headwise.surgery.treatments import measured_layers, prescribed, treat, with_treatment
 from headwise.texts.corpus import Corpus, build_corpus
 from headwise.texts.text_sets import TextSet, as_text_set, default_corpus
 
@@ -50,6 +53,7 @@ class RepairRun:
     mode: Mode
     patch: Patch = field(repr=False)
     state: RunState = field(repr=False)
+    outcome: Outcome = "trained"
 
 
 @takes_model
@@ -66,6 +70,8 @@ def repair(
     force: bool = False,
     excluded: Sequence[str] = (),
     tracker: str | None = None,
+    treatment: str | None = None,
+    dose: float | None = None,
     progress: Progress = silent,
 ) -> RepairRun:
     """Repair in one mode and write `out/`; the model is left as it was, the result is the patch.
@@ -75,34 +81,60 @@ def repair(
     """
     out, model = Path(out), loaded.model
     recipe = recipe or default_recipe(loaded.id)
+    if not plan.targets:
+        raise SelectionError("the plan has no targets", fix="choose heads, or --treatment auto")
     fingerprint = require_planned_model(model, plan, force=force)
+    if treatment is not None:
+        require_treated_mode(mode)
+        plan = with_treatment(plan, treatment, dose)
     if mode == "random-heads":
         plan = random_heads_plan(plan, seed)
     if mode not in TRAINED:
         recipe = changed(recipe, steps=0)
-    blocks = _corpus(corpus, loaded, recipe, excluded)
-    threads = torch.get_num_threads()
-    settings = RunSettings(
-        plan.model.id, fingerprint, plan, recipe, mode, seed, blocks.info, threads
-    )
+    blocks = repair_corpus(corpus, loaded, recipe, excluded)
+    settings = asked_settings(plan, recipe, mode, seed, blocks, fingerprint)
     if is_finished(settings, out, resume=resume):
-        return RepairRun(out, mode, Patch.load(out / PATCH), RunState())
+        return finished_run(out)
     if not (out / RUN).exists():
         settings.save(out)
     job = _job(model, settings, blocks, out, _tracker(tracker, out, settings))
     patch, state = _run(job, settings, resume, progress)
     patch.save(out / PATCH)
-    replace(settings, finished=True).save(out)
+    outcome = _outcome(settings, state)
+    replace(settings, finished=True, outcome=outcome).save(out)
     shutil.rmtree(out / PREFIX, ignore_errors=True)
-    return RepairRun(out, mode, patch, state)
+    return RepairRun(out, mode, patch, state, outcome)
 
 
-def _corpus(
+def finished_run(out: Path) -> RepairRun:
+    """A run that was finished before, from its directory."""
+    settings = RunSettings.load(out)
+    return RepairRun(out, settings.mode, Patch.load(out / PATCH), RunState(), settings.outcome)
+
+
+def _outcome(settings: RunSettings, state: RunState) -> Outcome:
+    """What the patch is: a run that never beat its own start is the operation, untrained."""
+    if settings.recipe.steps and state.best_step != 0:
+        return "trained"
+    untouched = settings.mode in ("gradient-only", "lora")
+    return "unchanged" if untouched else "sham"
+
+
+def asked_settings(
+    plan: SurgeryPlan, recipe: Recipe, mode: Mode, seed: int, corpus: Corpus, fingerprint: str
+) -> RunSettings:
+    """What a run is asked to do, on this machine."""
+    threads = torch.get_num_threads()
+    return RunSettings(plan.model.id, fingerprint, plan, recipe, mode, seed, corpus.info, threads)
+
+
+def repair_corpus(
     texts: TextSet | Corpus | Sequence[str] | None,
     loaded: LoadedModel,
     recipe: Recipe,
     excluded: Sequence[str],
 ) -> Corpus:
+    """The corpus cut into the recipe's blocks; evaluation texts are left out."""
     if isinstance(texts, Corpus):
         return texts
     return build_corpus(
@@ -153,10 +185,12 @@ def _start(model: PreTrainedModel, plan: SurgeryPlan, mode: Mode, corpus: Corpus
         return unchanged(model, plan)
     if mode == "ablate":
         return silence(model, plan)
+    prescription = prescribed(plan)
     means = None
     if plan.compensate == "mean":
         means = measure_means(model, corpus.train[:_MEAN_BLOCKS])
-    return operate(model, plan, mean_outputs=means)
+    directions = measure_directions(model, corpus.train, measured_layers(prescription))
+    return treat(model, plan, prescription, directions=directions, mean_outputs=means)
 
 
 def _train_masters(
@@ -179,7 +213,8 @@ def _train_masters(
         }
     finally:
         start.undo(job.model, force=True)
-    return Patch(slices, start.info), state
+    patch = Patch(slices, start.info)
+    return (patch if job.recipe.steps else patch.without_unchanged()), state
 
 
 def _train_lora(

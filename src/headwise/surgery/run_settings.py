@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from headwise.artefacts import load_artefact, save_artefact, versions
 from headwise.errors import ArtefactError
@@ -14,6 +14,9 @@ from headwise.surgery.plan import SurgeryPlan
 from headwise.surgery.recipe import Recipe
 from headwise.texts.corpus_info import CorpusInfo
 from headwise.values import from_plain, plain_fields
+
+Outcome = Literal["", "trained", "sham", "unchanged", "empty"]  # of the patch; "" until finished
+
 
 RUN, PATCH = "run.json", "patch.safetensors"
 
@@ -35,6 +38,7 @@ class RunSettings:
     threads: int
     versions: Mapping[str, str] = field(default_factory=versions, repr=False)
     finished: bool = False
+    outcome: Outcome = ""  # sham: the best validated state was the untrained operation
 
     def to_json(self) -> dict[str, Any]:
         """The body of `run.json`."""

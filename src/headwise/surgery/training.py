@@ -26,8 +26,7 @@ from headwise.surgery.checkpoints import (
     save_best,
     save_checkpoint,
 )
-from headwise.surgery.job import Job
-from headwise.surgery.prefix import last_hidden
+from headwise.surgery.job import Job, last_hidden
 from headwise.surgery.probes import first_token_map, mean_loss
 from headwise.surgery.recipe import Recipe, learning_rate
 from headwise.surgery.run_state import RunState, StepMap, TrainStep, Validation

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -85,10 +85,12 @@ def _blocks(
     documents: Sequence[str], tokenizer: PreTrainedTokenizerBase, block: int
 ) -> list[Batch]:
     pieces: list[list[int]] = []
-    for text in documents:
+    owners: list[int] = []
+    for number, text in enumerate(documents):
         ids = list(tokenizer(text, truncation=False, verbose=False)["input_ids"])
-        pieces += [ids[i : i + block] for i in range(0, len(ids), block)]
-    pieces = [piece for piece in pieces if len(piece) >= 2]
+        cut = [ids[i : i + block] for i in range(0, len(ids), block)]
+        pieces += [piece for piece in cut if len(piece) >= 2]
+        owners += [number] * (len(pieces) - len(owners))
     # Pieces of like length share a block, so that rows need little padding.
     order = sorted(range(len(pieces)), key=lambda i: (-len(pieces[i]), i))
     groups: list[list[int]] = []
@@ -99,7 +101,13 @@ def _blocks(
             room = block
         groups[-1].append(index)
         room -= len(pieces[index])
-    return [next(batches([pieces[i] for i in group], len(group))) for group in groups]
+    return [_block([pieces[i] for i in group], [owners[i] for i in group]) for group in groups]
+
+
+def _block(pieces: list[list[int]], owners: list[int]) -> Batch:
+    """Pieces as one batch; the index of a row is its document."""
+    batch = next(batches(pieces, len(pieces)))
+    return replace(batch, index=tuple(owners[place] for place in batch.index))
 
 
 def block_order(num_blocks: int, seed: int, epoch: int) -> list[int]:
@@ -112,3 +120,9 @@ def block_at(num_blocks: int, seed: int, position: int) -> int:
     """The block at a position of the endless stream of shuffled epochs."""
     epoch, place = divmod(position, num_blocks)
     return block_order(num_blocks, seed, epoch)[place]
+
+
+def spread_blocks(blocks: Sequence[Batch], count: int) -> list[Batch]:
+    """At most `count` blocks, evenly spaced: blocks are ordered by length."""
+    places = np.linspace(0, len(blocks) - 1, min(count, len(blocks))).round().astype(int)
+    return [blocks[place] for place in places]

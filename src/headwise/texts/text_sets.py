@@ -14,7 +14,7 @@ from pathlib import Path
 from headwise.artefacts import content_hash
 from headwise.bundled import DATA
 from headwise.errors import TextError
-from headwise.models.patient import patient_texts
+from headwise.models.patient import PATIENTS, patient_texts
 from headwise.provenance import TextInfo
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
@@ -45,7 +45,7 @@ def bundled_texts() -> TextSet:
 
 def default_texts(model_name: str) -> TextSet:
     """The patient's own held-out text for the patient, the bundled set for any other model."""
-    if model_name == "patient":
+    if model_name in PATIENTS:
         return TextSet("patient-heldout", tuple(patient_texts("heldout")))
     return bundled_texts()
 
@@ -66,7 +66,7 @@ def as_text_set(texts: TextSet | Sequence[str] | None, model_name: str) -> TextS
 
 def default_corpus(model_name: str) -> TextSet:
     """The patient's own training corpus; any other model needs --corpus."""
-    if model_name != "patient":
+    if model_name not in PATIENTS:
         raise TextError("no corpus to train on", fix="pass --corpus with files, folders or an id")
     return TextSet("patient-train", tuple(patient_texts("train")))
 

@@ -1,0 +1,186 @@
+"""What the treatments need measured: how each head's query meets the first key, on training text.
+
+One definition for every way of knowing positions. The pull of the first key on the query at t is
+the slope of `s(t, 0) - mean over 1 <= j <= t of s(t, j)` by the output of the query projection:
+k0 - kbar where nothing stands between, turned back by the rotation under RoPE (so that its mean
+over t keeps the slow pairs and loses the fast ones), and through the norm where queries have one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from headwise.forward.frozen import frozen
+from headwise.forward.tap import Sight, tapped
+from headwise.heads import Head
+from headwise.models.architectures import (
+    Geometry,
+    device_of,
+    geometry_of,
+    projection_of,
+)
+from headwise.models.family import Role
+from headwise.models.slices import head_spans
+from headwise.texts.batches import Batch
+from headwise.texts.corpus import spread_blocks
+
+MEASURED_BLOCKS = 32  # training blocks that directions are measured on
+_RIDGE = 1e-4  # of the mean power: the inputs of a layer norm never fill all directions
+
+
+@dataclass(frozen=True)
+class LayerDirections:
+    """One layer, on training text; queries and keys as their projections give them."""
+
+    sink: Float[Tensor, "head dim"] = field(repr=False)  # unit vectors: the pull of the first key
+    query_mean: Float[Tensor, "head dim"] = field(repr=False)  # over all queries but the first
+    key_gap: Float[Tensor, "kv_head dim"] = field(repr=False)  # mean first key minus the others'
+    first_input: Float[Tensor, "hidden"] = field(repr=False)
+    mean_input: Float[Tensor, "hidden"] = field(repr=False)  # of all tokens but the first
+    constant: Float[Tensor, "hidden"] = field(repr=False)  # w: w.x is 1 on average, varies least
+
+
+def measure_directions(
+    model: PreTrainedModel, blocks: Sequence[Batch], layers: Sequence[int]
+) -> dict[int, LayerDirections]:
+    """Directions of the chosen layers; the model is not changed."""
+    geometry = geometry_of(model)
+    sums = {layer: _Sums(geometry, model, layer) for layer in sorted(set(layers))}
+    if not sums:
+        return {}
+    with frozen(model), torch.no_grad():
+        for block in spread_blocks(blocks, MEASURED_BLOCKS):
+            with _watched(model, sums, block):
+                model.base_model(input_ids=block.ids.to(device_of(model)), use_cache=False)
+    return {layer: found.directions() for layer, found in sums.items()}
+
+
+@contextmanager
+def _watched(model: PreTrainedModel, sums: dict[int, _Sums], block: Batch) -> Iterator[None]:
+    """Hooks on the projections of the layers, and the tap that sees where their queries go."""
+    with ExitStack() as stack:
+        for layer, found in sums.items():
+            found.block = block
+            modules: dict[int, tuple[nn.Module, str]] = {}
+            for role in ("q", "k"):
+                module = projection_of(model, layer, role)
+                modules[id(module)] = (module, modules.get(id(module), (module, ""))[1] + role)
+            for module, roles in modules.values():
+                stack.callback(module.register_forward_hook(found.hook(roles)).remove)
+
+        def read(sight: Sight) -> Tensor | None:
+            return sums[sight.layer].read(sight) if sight.layer in sums else None
+
+        with tapped(model, read):
+            yield
+
+
+class _Sums:
+    """Running sums of one layer, in float64."""
+
+    def __init__(self, geometry: Geometry, model: PreTrainedModel, layer: int) -> None:
+        self.geometry, self.model, self.layer = geometry, model, layer
+        hidden = int(model.config.get_text_config().hidden_size)
+        heads, kv_heads, dim = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
+        self.pull = torch.zeros(heads, dim, dtype=torch.float64)
+        self.query = torch.zeros(heads, dim, dtype=torch.float64)
+        self.first_key, self.key = torch.zeros(2, kv_heads, dim, dtype=torch.float64)
+        self.first_input, self.input = torch.zeros(2, hidden, dtype=torch.float64)
+        self.power = torch.zeros(hidden, hidden, dtype=torch.float64)
+        self.rows = self.tokens = 0
+        self.block: Batch | None = None
+        self.leaf: Tensor | None = None
+
+    def hook(self, roles: str) -> Any:
+        """A forward hook for the module that projects queries, keys or both."""
+
+        def keep(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+            if "k" in roles:
+                self._add_keys(output)
+            if "q" not in roles:
+                return None
+            self._add_inputs(args[0])
+            self._add_queries(output)
+            self.leaf = output.detach().requires_grad_(True)
+            torch.set_grad_enabled(True)  # until the tap has read this layer
+            return self.leaf
+
+        return keep
+
+    def read(self, sight: Sight) -> Tensor:
+        """Add the slope of the pull by the projection's output; the run goes on without slopes."""
+        k = sight.scores.k.detach()
+        group = self.geometry.group
+        length = k.shape[2]
+        seen = torch.arange(length, device=k.device).clamp(min=1)[:, None]
+        others = (k.cumsum(2) - k[:, :, :1]) / seen  # mean of keys 1..t
+        gap = (k[:, :, :1] - others).repeat_interleave(group, 1)
+        pull = (sight.scores.q * gap)[:, :, 1:] * self._real(length)[:, None, 1:, None].to(k)
+        assert self.leaf is not None
+        (slope,) = torch.autograd.grad(pull.sum(), self.leaf)
+        torch.set_grad_enabled(False)
+        self.leaf = None
+        self.pull += self._heads(slope, "q", self.geometry.num_heads).sum((0, 1))
+        return sight.out.detach()
+
+    def _real(self, length: int) -> Tensor:
+        assert self.block is not None
+        return torch.arange(length)[None] < self.block.lengths[:, None]
+
+    def _heads(self, output: Tensor, role: Role, count: int) -> Float[Tensor, "text token head d"]:
+        """The part of a projection's output that belongs to the heads, in float64 on the CPU."""
+        step = self.geometry.num_heads // count
+        spans = [
+            next(iter(head_spans(self.model, Head(self.layer, i * step), role).values()))
+            for i in range(count)
+        ]
+        parts = [output.detach()[..., span.start : span.stop] for span in spans]
+        return torch.stack(parts, 2).double().cpu()
+
+    def _others(self, length: int) -> Tensor:
+        real = self._real(length)
+        real[:, 0] = False
+        return real
+
+    def _add_keys(self, output: Tensor) -> None:
+        keys = self._heads(output, "k", self.geometry.num_kv_heads)
+        self.first_key += keys[:, 0].sum(0)
+        self.key += keys[self._others(keys.shape[1])].sum(0)
+
+    def _add_queries(self, output: Tensor) -> None:
+        queries = self._heads(output, "q", self.geometry.num_heads)
+        others = self._others(queries.shape[1])
+        self.query += queries[others].sum(0)
+        self.rows += len(queries)
+        self.tokens += int(others.sum())
+
+    def _add_inputs(self, inputs: Tensor) -> None:
+        x = inputs.detach().double().cpu()
+        rest = x[self._others(x.shape[1])]
+        self.first_input += x[:, 0].sum(0)
+        self.input += rest.sum(0)
+        self.power += rest.T @ rest
+
+    def directions(self) -> LayerDirections:
+        """The means of all that was added."""
+        mean = self.input / self.tokens
+        power = self.power / self.tokens
+        ridge = _RIDGE * power.diagonal().mean() * torch.eye(len(power), dtype=power.dtype)
+        solved = torch.linalg.solve(power + ridge, mean)
+        gap = self.first_key / self.rows - self.key / self.tokens
+        return LayerDirections(
+            sink=torch.nn.functional.normalize(self.pull, dim=1).float(),
+            query_mean=(self.query / self.tokens).float(),
+            key_gap=gap.float(),
+            first_input=(self.first_input / self.rows).float(),
+            mean_input=mean.float(),
+            constant=(solved / (mean @ solved)).float(),
+        )

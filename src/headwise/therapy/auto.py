@@ -1,0 +1,193 @@
+"""`repair --treatment auto`: the treatment and dose per head, slice training, and never worse.
+
+Everything is chosen on training text: doses by search; heads that no dose helps and no ablation
+costs are empty, and are reinitialised only where nothing sleeps. What comes out of training is then
+judged on validation text. Unless it is better than stock with 95% confidence, the patch is empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from headwise.errors import TextError
+from headwise.heads import Head
+from headwise.models.loaded_model import LoadedModel
+from headwise.models.patch import Patch
+from headwise.models.patch_info import PatchInfo
+from headwise.progress import Progress, silent, stage
+from headwise.proof.ablation import ablate_heads
+from headwise.settings import changed
+from headwise.surgery.operation import require_planned_model
+from headwise.surgery.plan import SurgeryPlan
+from headwise.surgery.recipe import Recipe
+from headwise.surgery.repair import RepairRun, asked_settings, finished_run, repair
+from headwise.surgery.run_settings import PATCH, RunSettings, is_finished
+from headwise.surgery.run_state import RunState
+from headwise.surgery.sink_directions import measure_directions
+from headwise.surgery.treatments import Dose, Prescription, with_prescription
+from headwise.texts.corpus import Corpus, spread_blocks
+from headwise.therapy.dose import DOSE_BLOCKS, NEGLIGIBLE, DoseChoice, choose_doses
+from headwise.therapy.never_worse import count_documents, judged_blocks, validation_change
+from headwise.therapy.record import THERAPY, Therapy
+
+
+@dataclass(frozen=True)
+class AutoRun:
+    """The run, and what was decided on the way to it."""
+
+    run: RepairRun
+    therapy: Therapy = field(repr=False)
+
+
+def repair_automatically(
+    loaded: LoadedModel,
+    plan: SurgeryPlan,
+    corpus: Corpus,
+    recipe: Recipe,
+    *,
+    out: Path,
+    seed: int = 0,
+    resume: bool = False,
+    force: bool = False,
+    tracker: str | None = None,
+    progress: Progress = silent,
+) -> AutoRun:
+    """Treat each of the plan's heads as it needs, or none; the result is the patch in `out`."""
+    model = loaded.model
+    fingerprint = require_planned_model(model, plan, force=force)
+    _require_validation(corpus)
+    asked = asked_settings(plan, recipe, "surgery", seed, corpus, fingerprint)
+    if not resume:
+        is_finished(asked, out, resume=False)  # refuses a folder that holds another run
+    therapy = _earlier(asked, out) if resume else None
+    if therapy is None:
+        therapy = _chosen(model, asked, corpus, progress)
+        therapy.save(out)
+    if therapy.better is not None:
+        return AutoRun(finished_run(out), therapy)
+    if not therapy.treatments:
+        return _left_alone(asked, replace(therapy, better=False), out)
+    run = repair(
+        loaded,
+        _treated_plan(plan, therapy),
+        corpus,
+        recipe,
+        out=out,
+        seed=seed,
+        resume=resume,
+        force=force,
+        tracker=tracker,
+        progress=progress,
+    )
+    return _judged(model, run, therapy, corpus, recipe, progress)
+
+
+def _require_validation(corpus: Corpus) -> None:
+    if count_documents(corpus.validation) < 2:
+        raise TextError(
+            "auto needs two validation documents at least, to know whether a repair is better",
+            where=corpus.name,
+            fix="add documents: about one in twenty becomes validation text",
+        )
+
+
+def _earlier(asked: RunSettings, out: Path) -> Therapy | None:
+    """What an interrupted run in the same folder had chosen from the same inputs."""
+    if not (out / THERAPY).exists():
+        return None
+    found = Therapy.load(out)
+    return found if dict(found.asked) == _identity(asked) else None
+
+
+def _identity(asked: RunSettings) -> dict[str, object]:
+    body = asked.to_json()
+    return {key: body[key] for key in ("model", "plan", "recipe", "seed", "corpus")}
+
+
+def _chosen(
+    model: PreTrainedModel, asked: RunSettings, corpus: Corpus, progress: Progress
+) -> Therapy:
+    """Doses by search on training text; where nothing sleeps, what is empty is reinitialised."""
+    plan, heads = asked.plan, asked.plan.target_heads
+    stage(f"looking for the dose of {len(heads)} heads", progress)
+    directions = measure_directions(model, corpus.train, [head.layer for head in heads])
+    choice = choose_doses(model, plan, corpus.train, heads, directions)
+    given: Prescription = choice.prescription or {
+        head: Dose("reinitialise", 1.0) for head in _empty(model, corpus, choice, heads)
+    }
+    return Therapy(
+        asked=_identity(asked),
+        treatments={str(head): dose.treatment for head, dose in sorted(given.items())},
+        doses={str(head): dose.amount for head, dose in sorted(given.items())},
+        left_alone=tuple(str(head) for head in heads if head not in given),
+        tried=choice.tried,
+    )
+
+
+def _empty(
+    model: PreTrainedModel, corpus: Corpus, choice: DoseChoice, heads: Sequence[Head]
+) -> list[Head]:
+    """Heads that no dose and no ablation moves by more than the negligible."""
+    moved = {row.heads for row in choice.tried if abs(row.change) > NEGLIGIBLE}
+    quiet = [head for head in heads if str(head) not in moved]
+    if not quiet:
+        return []
+    blocks = spread_blocks(corpus.train, DOSE_BLOCKS)
+    rows = [
+        ids[:length].tolist()
+        for block in blocks
+        for ids, length in zip(block.ids, block.lengths, strict=True)
+    ]
+    costs = ablate_heads(model, rows, [[head] for head in quiet]).intervals()
+    return [
+        head
+        for head, cost in zip(quiet, costs, strict=True)
+        if max(abs(cost.low), abs(cost.high)) < NEGLIGIBLE
+    ]
+
+
+def _treated_plan(plan: SurgeryPlan, therapy: Therapy) -> SurgeryPlan:
+    given = {
+        Head.parse(name): Dose(treatment, therapy.doses[name])
+        for name, treatment in therapy.treatments.items()
+    }
+    return with_prescription(plan, given)
+
+
+def _judged(
+    model: PreTrainedModel,
+    run: RepairRun,
+    therapy: Therapy,
+    corpus: Corpus,
+    recipe: Recipe,
+    progress: Progress,
+) -> AutoRun:
+    """Keep the patch if it is better than stock with 95% confidence, else empty it."""
+    stage("judging the repair on validation text", progress)
+    blocks = judged_blocks(corpus, recipe.validation_blocks if recipe.steps else 0)
+    change = validation_change(model, run.patch, blocks)
+    better = change.high < 0
+    told = replace(therapy, change=change, documents=count_documents(blocks), better=better)
+    if not better:
+        return _left_alone(RunSettings.load(run.out), told, run.out, run.state)
+    told.save(run.out)
+    return AutoRun(run, told)
+
+
+def _left_alone(
+    settings: RunSettings, therapy: Therapy, out: Path, state: RunState | None = None
+) -> AutoRun:
+    """An empty patch, and a run that says so; its plan operates on nothing."""
+    plan = changed(settings.plan, targets="", treatments={}, doses={}, summary=None)
+    patch = Patch({}, PatchInfo(base_model=settings.model, plan=plan.model_dump(mode="json")))
+    found = state or RunState()
+    if state is None:
+        found.write_rows(out)
+    patch.save(out / PATCH)
+    therapy.save(out)
+    replace(settings, finished=True, outcome="empty").save(out)
+    return AutoRun(RepairRun(out, settings.mode, patch, found, "empty"), therapy)

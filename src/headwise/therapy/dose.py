@@ -1,0 +1,193 @@
+"""Dose by measurement: treatment and amount per head, chosen on training text alone.
+
+First one treatment and amount for all heads at once, because heads that work together wake together
+(a copying head alone is worth nothing); then head by head around the best of these, nothing
+included, as long as training loss falls by more than its own noise. Exact: only the layers from the
+changed head on are run again. Validation and evaluation text is never looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from headwise.forward.gelu import fused_gelu
+from headwise.forward.losses import shifted_targets, token_losses
+from headwise.forward.partial_run import layer_inputs, run_from
+from headwise.forward.tap import tapped
+from headwise.heads import Head
+from headwise.models.architectures import device_of
+from headwise.surgery.plan import SurgeryPlan
+from headwise.surgery.sink_directions import LayerDirections
+from headwise.surgery.treatments import TREATMENTS, Dose, Prescription, treat
+from headwise.texts.batches import Batch, join_batches
+from headwise.texts.corpus import spread_blocks
+from headwise.therapy.record import Tried
+
+SEARCHED = ("release", "centre")
+DOSE_BLOCKS = 16  # training blocks on which doses are compared
+_BATCH = 8  # blocks a forward pass
+NEGLIGIBLE = 0.002  # nats per token: what counts as no change
+_CLEAR = 2.0  # standard errors over documents that a change must be away from nothing
+_HARM = 0.01  # a head whose treatment costs more than this must not be touched at all
+_STEP = 0.1  # a head's own amount is looked for this far around the common one
+
+Sums = Float[np.ndarray, "document"]
+
+
+@dataclass(frozen=True)
+class DoseChoice:
+    """What the search found; heads that are better left alone are not in the prescription.
+
+    Treatment `none` is for heads that sleep with the others but gain nothing by waking at once:
+    their slices are trained as they are.
+    """
+
+    prescription: dict[Head, Dose]
+    stock_loss: float  # nats per token on the training blocks
+    loss: float
+    tried: tuple[Tried, ...] = field(repr=False)
+
+
+def choose_doses(
+    model: PreTrainedModel,
+    plan: SurgeryPlan,
+    blocks: Sequence[Batch],
+    heads: Sequence[Head],
+    directions: Mapping[int, LayerDirections],
+    *,
+    treatments: Sequence[str] = SEARCHED,
+) -> DoseChoice:
+    """The prescription with the least training loss that the search met; the model is unchanged."""
+    if not heads:
+        return DoseChoice({}, math.nan, math.nan, ())
+    search = _Search(model, plan, directions, _joined(spread_blocks(blocks, DOSE_BLOCKS)))
+    stock = search.begin({})
+    tried = _all_at_once(search, heads, treatments)
+    common = _best_amounts(tried, treatments)
+    for head in sorted(heads):
+        tried += _one_head(search, head, common)
+    parked = {row.heads for row in tried if row.kept and row.change < -_HARM}
+    given = {h: d for h, d in search.state.items() if str(h) not in parked or d.amount}
+    tokens = search.tokens.sum()
+    return DoseChoice(
+        given, float(stock.sum() / tokens), float(search.sums.sum() / tokens), tuple(tried)
+    )
+
+
+def _joined(blocks: Sequence[Batch]) -> list[Batch]:
+    return [join_batches(blocks[at : at + _BATCH]) for at in range(0, len(blocks), _BATCH)]
+
+
+class _Search:
+    """The current prescription with its losses and layer inputs, against which others are tried."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        plan: SurgeryPlan,
+        directions: Mapping[int, LayerDirections],
+        batches: Sequence[Batch],
+    ) -> None:
+        self.model, self.plan, self.directions = model, plan, directions
+        self.batches = [replace(b, ids=b.ids.to(device_of(model))) for b in batches]
+        lengths = torch.cat([b.lengths for b in batches])
+        self.tokens = (lengths - 1).numpy()
+        self.state: dict[Head, Dose] = {}
+
+    def begin(self, prescription: Prescription) -> Sums:
+        """Make a prescription the current one: one whole pass that keeps every layer's input."""
+        self.state = dict(prescription)
+        self.inputs: list[list[Tensor]] = []
+        sums = []
+        with self._treated(prescription), torch.inference_mode(), fused_gelu(self.model):
+            for batch in self.batches:
+                with tapped(self.model):
+                    inputs, _, last = layer_inputs(self.model, batch.ids)
+                self.inputs.append(inputs)
+                sums.append(self._sums(batch, last))
+        self.sums = np.concatenate(sums)
+        return self.sums
+
+    def losses(self, prescription: Prescription, lowest: int) -> Sums:
+        """Losses under another prescription that differs from the current one from `lowest` on."""
+        sums = []
+        with self._treated(prescription), torch.inference_mode(), fused_gelu(self.model):
+            for batch, inputs in zip(self.batches, self.inputs, strict=True):
+                with tapped(self.model):
+                    last = run_from(self.model, batch.ids, lowest, inputs[lowest])
+                sums.append(self._sums(batch, last))
+        return np.concatenate(sums)
+
+    def _treated(self, prescription: Prescription) -> AbstractContextManager[None]:
+        patch = treat(self.model, self.plan, prescription, directions=self.directions)
+        return patch.applied(self.model)
+
+    def _sums(self, batch: Batch, last: Tensor) -> Sums:
+        losses = token_losses(self.model, last, shifted_targets(batch.ids, batch.lengths))
+        found: Sums = losses.double().sum(1).cpu().numpy()
+        return found
+
+    def change(self, sums: Sums) -> tuple[float, float]:
+        """Mean change of loss per token against the current state, and its standard error."""
+        deltas, tokens = sums - self.sums, self.tokens
+        mean = float(deltas.sum() / tokens.sum())
+        scatter = deltas - mean * tokens
+        error = float(np.sqrt((scatter**2).sum()) / tokens.sum())
+        return mean, error
+
+
+def _all_at_once(search: _Search, heads: Sequence[Head], treatments: Sequence[str]) -> list[Tried]:
+    """Every treatment and amount for all heads; the best becomes the current state."""
+    lowest = min(head.layer for head in heads)
+    rows, best, least = [], None, -NEGLIGIBLE
+    for name in treatments:
+        for amount in TREATMENTS[name].doses:
+            dose = Dose(name, amount)
+            mean, error = search.change(search.losses(dict.fromkeys(heads, dose), lowest))
+            rows.append(Tried("all", str(dose), mean, error, False))
+            if mean + _CLEAR * error < 0 and mean < least:
+                best, least = dose, mean
+    if best is not None:
+        search.begin(dict.fromkeys(heads, best))
+    return [replace(row, kept=best is not None and row.dose == str(best)) for row in rows]
+
+
+def _best_amounts(tried: Sequence[Tried], treatments: Sequence[str]) -> list[Dose]:
+    """The amount of each treatment that did best when all heads were given it."""
+    found = []
+    for name in treatments:
+        doses = {str(d): d for d in (Dose(name, a) for a in TREATMENTS[name].doses)}
+        rows = [row for row in tried if row.dose in doses]
+        found.append(doses[min(rows, key=lambda row: row.change).dose])
+    return found
+
+
+def _one_head(search: _Search, head: Head, common: Sequence[Dose]) -> list[Tried]:
+    """Other doses for one head, nothing included; the best is kept if it beats its own noise."""
+    rows, best, least = [], None, 0.0
+    for dose in _options(search.state.get(head), common):
+        mean, error = search.change(search.losses({**search.state, head: dose}, head.layer))
+        rows.append(Tried(str(head), str(dose), mean, error, False))
+        if mean + _CLEAR * error < 0 and mean < least:
+            best, least = dose, mean
+    if best is not None:
+        search.begin({**search.state, head: best})
+    return [replace(row, kept=best is not None and row.dose == str(best)) for row in rows]
+
+
+def _options(now: Dose | None, common: Sequence[Dose]) -> list[Dose]:
+    """No treatment, the common amounts, and a little less or more of what the head has now."""
+    if now is None:
+        return list(common)
+    near = [Dose(now.treatment, round(now.amount + step, 6)) for step in (-_STEP, _STEP)]
+    every = [Dose("none", 0.0), *common, *near]
+    return [dose for dose in dict.fromkeys(every) if dose != now]

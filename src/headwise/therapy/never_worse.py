@@ -1,0 +1,62 @@
+"""Never worse: is a patched model better than stock on validation text, with 95% confidence?
+
+Judged on validation blocks that early stopping did not look at, if they hold enough documents;
+otherwise on all of them (the best of a handful of validations is a mild selection, and it is said
+in the artefact how many documents there were).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from transformers import PreTrainedModel
+
+from headwise.forward.losses import shifted_targets, token_losses
+from headwise.forward.tap import tapped
+from headwise.intervals import Interval, mean_interval
+from headwise.models.architectures import device_of
+from headwise.models.patch import Patch
+from headwise.texts.batches import Batch
+from headwise.texts.corpus import Corpus
+
+ENOUGH = 32  # documents that a bootstrap can rest on
+
+
+def judged_blocks(corpus: Corpus, seen: int) -> tuple[Batch, ...]:
+    """The validation blocks that a patch is judged on; `seen` of them steered the training."""
+    unseen = corpus.validation[seen:]
+    return unseen if count_documents(unseen) >= ENOUGH else corpus.validation
+
+
+def count_documents(blocks: Sequence[Batch]) -> int:
+    """Different documents in blocks of one split."""
+    return len({document for block in blocks for document in block.index})
+
+
+def validation_change(model: PreTrainedModel, patch: Patch, blocks: Sequence[Batch]) -> Interval:
+    """Loss with the patch minus stock in nats per token, paired by document."""
+    before, tokens = _document_losses(model, blocks)
+    with patch.applied(model):
+        after, _ = _document_losses(model, blocks)
+    return mean_interval(after - before, tokens)
+
+
+def _document_losses(
+    model: PreTrainedModel, blocks: Sequence[Batch]
+) -> tuple[Float[np.ndarray, "document"], Int[np.ndarray, "document"]]:
+    """Summed losses and predicted tokens; pieces of one document count as one."""
+    owners = np.array([document for block in blocks for document in block.index])
+    sums = []
+    with torch.inference_mode():
+        for block in blocks:
+            ids = block.ids.to(device_of(model))
+            with tapped(model):
+                last = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            losses = token_losses(model, last, shifted_targets(ids, block.lengths))
+            sums.append(losses.double().sum(1).cpu().numpy())
+    lengths = torch.cat([block.lengths for block in blocks]).numpy() - 1
+    places = np.unique(owners, return_inverse=True)[1]
+    return np.bincount(places, np.concatenate(sums)), np.bincount(places, lengths).astype(int)

@@ -1,0 +1,65 @@
+"""What a therapy decided and why, as `therapy.json` keeps it: a value without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from headwise.artefacts import load_artefact, save_artefact
+from headwise.intervals import Interval
+from headwise.values import from_plain, plain_fields
+
+THERAPY = "therapy.json"
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One comparison: what all or one of the heads were given, and the change of training loss."""
+
+    heads: str
+    dose: str
+    change: float  # nats per token, against the state it was compared with
+    error: float  # standard error over documents
+    kept: bool
+
+
+@dataclass(frozen=True)
+class Therapy:
+    """The choice per head, and whether the repaired model is better than stock.
+
+    `better` is None until the patch was judged; `change` is the loss of the repaired model minus
+    stock on validation text, with its 95% interval over documents.
+    """
+
+    asked: Mapping[str, object] = field(repr=False)  # plan, recipe, seed and corpus, as JSON
+    treatments: Mapping[str, str]  # head: treatment
+    doses: Mapping[str, float]  # head: amount
+    left_alone: tuple[str, ...]
+    tried: tuple[Tried, ...] = field(repr=False)
+    change: Interval | None = None
+    documents: int = 0  # of validation text that the patch was judged on
+    better: bool | None = None
+
+    @property
+    def sentence(self) -> str:
+        """What the therapy found, for the terminal and the report."""
+        if not self.treatments:
+            return "no head gains by a treatment: leaving the model alone is best"
+        if self.change is None or self.better is None:
+            return f"{len(self.treatments)} heads are treated; the patch was not judged yet"
+        by = f"{self.change.value:+.4f} ({self.change.low:+.4f} to {self.change.high:+.4f})"
+        told = f"validation loss against stock {by} nats per token"
+        if self.better:
+            return f"{len(self.treatments)} heads treated, {told}: better, with 95% confidence"
+        return f"{told}: not better with 95% confidence, so leaving the model alone is best"
+
+    def save(self, run: Path) -> Path:
+        """Write `therapy.json` into a run directory."""
+        return save_artefact(run / THERAPY, "therapy", plain_fields(self))
+
+    @staticmethod
+    def load(run: Path) -> Therapy:
+        """Read the `therapy.json` of a run directory."""
+        path = run / THERAPY
+        return from_plain(Therapy, load_artefact(path, "therapy"), path)

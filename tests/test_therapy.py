@@ -1,0 +1,246 @@
+"""Therapy: doses by measurement, treatments in a repair, never worse, and empty patches."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import tiny_language_model, tiny_model, tiny_tokenizer
+from headwise.artefacts import load_artefact
+from headwise.diagnosis.diagnose import diagnose
+from headwise.errors import ArtefactError, SelectionError, TextError
+from headwise.heads import Head
+from headwise.models.loaded_model import LoadedModel
+from headwise.models.loading import load_model
+from headwise.models.patch import Patch
+from headwise.models.patch_info import PatchInfo
+from headwise.models.patient import patient_texts
+from headwise.proof.compare import compare
+from headwise.proof.evaluate import evaluate
+from headwise.surgery.plan import SurgeryPlan, make_plan, plans_of
+from headwise.surgery.recipe import RECIPES, treatment_recipe
+from headwise.surgery.sink_directions import measure_directions
+from headwise.surgery.treatments import Dose, prescribed, treat, with_prescription, with_treatment
+from headwise.texts.corpus import build_corpus
+from headwise.texts.text_sets import TextSet
+from headwise.therapy.dose import choose_doses
+from headwise.therapy.never_worse import judged_blocks, validation_change
+from headwise.therapy.record import Therapy
+from headwise.therapy.repair import plan_sick_heads, repair
+from planned import TINY_RECIPE, plan_for, random_corpus, weight_bits
+
+UNTRAINED = TINY_RECIPE.model_copy(update={"steps": 0})
+
+
+@pytest.fixture
+def tiny():
+    return LoadedModel("tiny", tiny_model("llama"), tiny_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def asleep():
+    """The patient, a plan for the three heads that carry most, and a small corpus."""
+    loaded = load_model("patient")
+    texts = TextSet("some", tuple(patient_texts("train"))[:40])
+    corpus = build_corpus(
+        texts, loaded.tokenizer, block=256, batch_tokens=256, validation_share=0.4
+    )
+    found = diagnose(loaded, TextSet("few", texts.texts[:2]), max_length=256)
+    return loaded, make_plan(found, heads="L2H7,L4H7,L5H6"), corpus
+
+
+def test_a_treatment_without_training_changes_its_slices_alone_and_is_named_a_sham(tiny, tmp_path):
+    plan = plan_for(tiny.model)
+    before = weight_bits(tiny.model)
+    run = repair(
+        tiny, plan, random_corpus(), UNTRAINED, out=tmp_path, treatment="release", dose=0.5
+    )
+    assert run.outcome == "sham"
+    assert {name.rsplit(".", 1)[1] for name in run.patch.slices} == {"q"}
+    body = load_artefact(tmp_path / "run.json", "run")
+    assert body["outcome"] == "sham"
+    assert body["plan"]["treatments"] == {"release": plan.targets}
+    assert body["plan"]["doses"] == {"release": 0.5}
+    assert weight_bits(tiny.model) == before
+
+
+def test_a_run_that_never_beats_its_start_is_the_sham(tiny, tmp_path):
+    ruinous = TINY_RECIPE.model_copy(update={"lr": 50.0, "clip": 1e6})
+    plan = plan_for(tiny.model)
+    run = repair(tiny, plan, random_corpus(), ruinous, out=tmp_path)
+    assert run.state.best_step == 0
+    assert run.outcome == "sham"
+    sham = repair(tiny, plan, random_corpus(), UNTRAINED, out=tmp_path / "sham", mode="sham")
+    assert all(
+        torch.equal(run.patch.slices[n].after, s.after) for n, s in sham.patch.slices.items()
+    )
+    only = repair(tiny, plan, random_corpus(), ruinous, out=tmp_path / "only", mode="gradient-only")
+    assert only.outcome == "unchanged"
+
+
+def test_a_run_that_learns_is_called_trained(tiny, tmp_path):
+    run = repair(tiny, plan_for(tiny.model), random_corpus(), TINY_RECIPE, out=tmp_path)
+    assert run.state.best_step > 0
+    assert run.outcome == "trained"
+
+
+def test_a_plan_names_treatments_and_doses_head_by_head(tiny, tmp_path):
+    plan = plan_for(
+        tiny.model,
+        treatments={"release": "L1H0", "centre": "L1H1"},
+        doses={"L1H0": 0.25, "centre": 0.75},
+    )
+    given = prescribed(SurgeryPlan.load(plan.save(tmp_path / "plan.yaml")))
+    assert given == {
+        Head(0, 1): Dose("reinitialise", 1.0),
+        Head(1, 0): Dose("release", 0.25),
+        Head(1, 1): Dose("centre", 0.75),
+    }
+    assert prescribed(with_prescription(plan, given)) == given
+    everywhere = prescribed(with_treatment(plan, "temper", 0.3))
+    assert set(everywhere.values()) == {Dose("temper", 0.3)}
+
+
+def test_a_treatment_of_a_head_that_is_no_target_is_refused(tiny):
+    with pytest.raises(SelectionError, match="no target"):
+        prescribed(plan_for(tiny.model, treatments={"release": "L0H0"}))
+
+
+def test_a_mode_that_does_not_operate_takes_no_treatment(tiny, tmp_path):
+    plan = plan_for(tiny.model)
+    with pytest.raises(SelectionError, match="does not treat"):
+        repair(tiny, plan, random_corpus(), out=tmp_path, mode="gradient-only", treatment="release")
+
+
+def test_doses_are_found_that_lower_the_loss_and_the_model_stays_as_it_was(asleep):
+    loaded, plan, corpus = asleep
+    before = weight_bits(loaded.model)
+    directions = measure_directions(loaded.model, corpus.train, (2, 4, 5))
+    choice = choose_doses(loaded.model, plan, corpus.train, plan.target_heads, directions)
+    assert weight_bits(loaded.model) == before
+    assert choice.loss < choice.stock_loss - 0.02
+    assert set(choice.prescription) == set(plan.target_heads)
+    assert any(row.kept for row in choice.tried)
+    patch = treat(loaded.model, plan, choice.prescription, directions=directions)
+    assert validation_change(loaded.model, patch, corpus.validation).high < 0
+
+
+def test_auto_wakes_sleeping_heads_and_keeps_the_patch(asleep, tmp_path):
+    loaded, plan, corpus = asleep
+    recipe = RECIPES["patient"].model_copy(update={"steps": 0})
+    run = repair(loaded, plan, corpus, recipe, out=tmp_path, treatment="auto")
+    therapy = Therapy.load(tmp_path)
+    assert therapy.better
+    assert therapy.change is not None
+    assert therapy.change.high < 0
+    assert set(therapy.treatments) == {"L2H7", "L4H7", "L5H6"}
+    assert not run.patch.is_empty
+    again = repair(loaded, plan, corpus, recipe, out=tmp_path, treatment="auto", resume=True)
+    assert again.patch.base_fingerprint() == run.patch.base_fingerprint()
+    with pytest.raises(ArtefactError, match="run here already"):
+        repair(loaded, plan, corpus, recipe, out=tmp_path, treatment="auto")
+
+
+def test_auto_ends_in_an_empty_patch_where_nothing_is_shown_to_be_better(tiny, tmp_path):
+    plan = plan_for(tiny.model)
+    corpus = random_corpus(train=8, validation=3)
+    ruinous = TINY_RECIPE.model_copy(update={"lr": 50.0, "clip": 1e6, "validation_blocks": 0})
+    run = repair(tiny, plan, corpus, ruinous, out=tmp_path, treatment="auto")
+    assert run.outcome == "empty"
+    assert run.patch.is_empty
+    assert "leaving the model alone is best" in Therapy.load(tmp_path).sentence
+    assert load_artefact(tmp_path / "run.json", "run")["outcome"] == "empty"
+    assert Patch.load(tmp_path / "patch.safetensors").is_empty
+    again = repair(tiny, plan, corpus, ruinous, out=tmp_path, treatment="auto", resume=True)
+    assert again.outcome == "empty"
+
+
+def test_auto_finds_no_head_to_treat_in_a_model_without_sick_heads(tmp_path):
+    loaded = LoadedModel("tiny", tiny_language_model("llama"), tiny_tokenizer())
+    corpus = random_corpus(train=8, validation=3, length=24)
+    plan = plan_sick_heads(loaded, corpus, TINY_RECIPE)
+    assert plan.targets == ""
+    run = repair(loaded, None, corpus, TINY_RECIPE, out=tmp_path, treatment="auto")
+    assert run.patch.is_empty
+    assert (tmp_path / "trace.jsonl").exists()
+
+
+def test_auto_refuses_a_corpus_that_cannot_say_whether_it_got_better(tiny, tmp_path):
+    corpus = replace(random_corpus(), validation=())
+    with pytest.raises(TextError, match="validation documents"):
+        repair(tiny, plan_for(tiny.model), corpus, UNTRAINED, out=tmp_path, treatment="auto")
+
+
+def test_an_empty_patch_is_a_patch_everywhere(tmp_path):
+    loaded = LoadedModel("tiny", tiny_language_model("llama"), tiny_tokenizer())
+    plan = plan_for(loaded.model).model_copy(update={"targets": ""})
+    info = PatchInfo(base_model="tiny", plan=plan.model_dump(mode="json"))
+    patch = Patch.load(Patch({}, info).save(tmp_path / "patch.safetensors"))
+    assert patch.is_empty
+    assert patch.num_weights == 0
+    assert patch.dtype == "auto"
+    assert plans_of([patch.info]) == []
+    before = weight_bits(loaded.model)
+    patch.apply(loaded.model)
+    patch.undo(loaded.model)
+    assert weight_bits(loaded.model) == before
+    texts = TextSet("few", ("a small text of some words", "another small text of words"))
+    stock = evaluate(loaded, texts, window=32)
+    after = evaluate(loaded, texts, patches=[patch], window=32)
+    result = compare(stock, after)
+    assert result.losses["few"].difference.value == 0
+
+
+def test_the_loss_of_a_document_is_the_sum_over_its_pieces(tiny):
+    corpus = random_corpus(train=2, validation=3)
+    whole = replace(corpus.validation[0], index=tuple(0 for _ in corpus.validation[0].lengths))
+    change = validation_change(tiny.model, Patch({}), [whole, *corpus.validation[1:]])
+    assert (change.value, change.low, change.high) == (0, 0, 0)
+
+
+def test_a_repair_is_judged_on_validation_text_that_did_not_steer_it():
+    few = random_corpus(validation=4)
+    assert judged_blocks(few, 2) == few.validation  # too few are left: all of them
+    block = few.validation[0]
+    numbered = tuple(replace(block, index=(n,) * len(block.lengths)) for n in range(40))
+    assert judged_blocks(replace(few, validation=numbered), 4) == numbered[4:]
+
+
+def test_rows_of_a_block_know_their_document():
+    texts = TextSet("t", tuple(f"document {n} " * (5 + n) for n in range(12)))
+    corpus = build_corpus(texts, tiny_tokenizer(), block=16, batch_tokens=16, validation_share=0.0)
+    lengths = np.zeros(12, dtype=int)
+    for block in corpus.train:
+        for row, document in enumerate(block.index):
+            lengths[document] += int(block.lengths[row])
+    expected = [len(tiny_tokenizer()(text)["input_ids"]) for text in texts.texts]
+    assert all(0 <= e - n <= 1 for e, n in zip(expected, lengths, strict=True))
+
+
+def test_the_rate_of_the_treatment_recipe_falls_with_the_width():
+    assert treatment_recipe(192, 256).lr == RECIPES["patient"].lr
+    assert treatment_recipe(768, 128).lr == pytest.approx(RECIPES["patient"].lr / 4)
+    assert treatment_recipe(768, 128).block == 128
+
+
+def test_the_empty_patient_is_as_sick_as_the_patient_and_release_finds_nothing(asleep):
+    loaded = load_model("patient-empty")
+    texts = TextSet("few", tuple(patient_texts("heldout"))[:3])
+    assert diagnose(loaded, texts, max_length=256).counts["dead"] == 20
+    plan, corpus = asleep[1], asleep[2]
+    directions = measure_directions(loaded.model, corpus.train, (2, 4, 5))
+    given = dict.fromkeys(plan.target_heads, Dose("release", 0.9))
+    patch = treat(loaded.model, plan, given, directions=directions)
+    change = validation_change(loaded.model, patch, corpus.validation)
+    assert abs(change.value) < 0.002
+
+
+def test_therapy_json_is_the_same_after_a_round_trip(tmp_path):
+    therapy = Therapy({}, {"L0H1": "release"}, {"L0H1": 0.9}, ("L1H0",), ())
+    therapy.save(tmp_path)
+    assert Therapy.load(tmp_path) == therapy
+    assert json.loads((tmp_path / "therapy.json").read_text())["schema"] == "headwise.therapy/1"

@@ -1,0 +1,194 @@
+"""Treatments: every row does what it says, to its own slices, and can be taken back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from conftest import tiny_model
+from headwise.errors import SelectionError
+from headwise.forward.tap import tapped
+from headwise.heads import Head
+from headwise.models.slices import head_spans
+from headwise.surgery.operation import operate, plan_spans
+from headwise.surgery.sink_directions import measure_directions
+from headwise.surgery.treatments import TREATMENTS, Dose, head_slices, treat, treatment_named
+from planned import plan_for, random_batch, weight_bits
+
+FAMILIES = ("bloom", "llama", "gpt2", "qwen3")
+HEADS = "L0H1,L1H0-1"  # in the grouped families L1H0-1 is a whole group, L0H1 is not
+BLOCKS = [random_batch(seed=seed) for seed in range(4)]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def patient(request):
+    model = tiny_model(request.param)
+    return model, plan_for(model, HEADS), measure_directions(model, BLOCKS, (0, 1))
+
+
+def treated(patient, name, amount=None):
+    model, plan, directions = patient
+    dose = Dose(name, TREATMENTS[name].dose if amount is None else amount)
+    return treat(model, plan, dict.fromkeys(plan.target_heads, dose), directions=directions)
+
+
+def queries(model, head, blocks=BLOCKS):
+    """The queries of a head as the projection gives them, all but the first of each text."""
+    found = []
+    span = next(iter(head_spans(model, head, "q").values()))
+    module = model.get_submodule(span.parameter.rpartition(".")[0])
+
+    def keep(_, args, output):
+        found.append(output)
+
+    handle = module.register_forward_hook(keep)
+    with torch.no_grad():
+        for block in blocks:
+            model.base_model(input_ids=block.ids, use_cache=False)
+    handle.remove()
+    rows = [
+        out[i, 1:n, span.start : span.stop]
+        for out, block in zip(found, blocks, strict=True)
+        for i, n in enumerate(block.lengths)
+    ]
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("name", sorted(TREATMENTS))
+def test_a_treatment_writes_only_the_slices_of_its_row_and_is_undone_bit_for_bit(patient, name):
+    model, plan, _ = patient
+    patch = treated(patient, name)
+    before = weight_bits(model)
+    changed = {n for n, part in patch.slices.items() if not torch.equal(part.before, part.after)}
+    roles = {n.rsplit(".", 1)[1][0] for n in changed}
+    assert roles <= set(TREATMENTS[name].writes)
+    assert bool(changed) != TREATMENTS[name].preserves_function
+    assert set(patch.slices) == set(plan_spans(model, plan))
+    patch.apply(model)
+    patch.undo(model)
+    assert weight_bits(model) == before
+
+
+def test_release_leaves_queries_no_part_along_the_pull_of_the_first_key(patient):
+    model, _, directions = patient
+    head = Head(1, 0)
+    u = directions[1].sink[0]
+    whole = queries(model, head) @ u
+    with treated(patient, "release", 1.0).applied(model):
+        assert (queries(model, head) @ u).abs().max() < 1e-4 * whole.abs().max()
+    part = treat(
+        model,
+        patient[1],
+        {head: Dose("release", 0.25)},
+        directions=directions,
+    )
+    with part.applied(model):
+        torch.testing.assert_close(queries(model, head) @ u, 0.75 * whole, rtol=1e-3, atol=1e-4)
+
+
+def test_centre_takes_away_the_mean_query_and_keeps_what_varies(patient):
+    model, plan, directions = patient
+    head = plan.target_heads[0]  # in the lowest layer: its inputs stay what they were
+    before = queries(model, head)
+    with treated(patient, "centre").applied(model):
+        after = queries(model, head)
+    assert after.mean(0).norm() < 0.02 * before.mean(0).norm()
+    assert (after - after.mean(0)).norm() > 0.5 * (before - before.mean(0)).norm()
+    u = directions[0].sink[head.index]
+    with treated(patient, "centre-sink").applied(model):
+        along = queries(model, head) @ u
+    assert along.mean().abs() < 0.02 * (before @ u).mean().abs() + 1e-4
+
+
+def test_evict_makes_the_first_key_like_the_others_and_only_in_whole_groups(patient):
+    model, _, directions = patient
+    patch = treated(patient, "evict")
+    keys = [n for n, part in patch.slices.items() if not torch.equal(part.before, part.after)]
+    assert all(n.rsplit(".", 1)[1][0] == "k" for n in keys)
+    assert not any(n.startswith("L0KV") for n in keys)  # L0H1 shares its group with L0H0
+    head, found = Head(1, 0), directions[1]
+    with patch.applied(model):
+        slices = head_slices(model, head, "k")
+    bias = slices.get("k_bias", torch.zeros(()))
+    first = slices["k"] @ found.first_input + bias
+    other = slices["k"] @ found.mean_input + bias
+    gap = found.key_gap[0]
+    assert (first - other).norm() < 0.02 * gap.norm()
+
+
+def test_temper_scales_queries_and_none_leaves_the_function_alone(patient):
+    model = patient[0]
+    head = Head(0, 1)
+    before = queries(model, head)
+    with treated(patient, "temper", 0.5).applied(model):
+        torch.testing.assert_close(queries(model, head), before * 0.5)
+    with treated(patient, "none").applied(model):
+        assert torch.equal(queries(model, head), before)
+
+
+def test_donor_gives_the_queries_of_the_nearest_healthy_head(patient):
+    model, plan, _ = patient
+    patch = treated(patient, "donor", 0.0)
+    with patch.applied(model):
+        given = head_slices(model, Head(0, 1), "q")
+    assert torch.equal(given["q"], head_slices(model, Head(0, 0), "q")["q"])
+    assert Head(0, 0) in plan.healthy_heads
+
+
+def test_shrink_perturb_keeps_its_dose_of_the_weight(patient):
+    model = patient[0]
+    before = head_slices(model, Head(0, 1), "q")["q"]
+    with treated(patient, "shrink-perturb", 1.0).applied(model):
+        assert torch.equal(head_slices(model, Head(0, 1), "q")["q"], before)
+    with treated(patient, "shrink-perturb", 0.5).applied(model):
+        after = head_slices(model, Head(0, 1), "q")["q"]
+    kept = float((after * before).sum() / before.square().sum())
+    assert 0.3 < kept < 0.7
+
+
+def test_reinitialise_is_the_surgery(patient):
+    model, plan, _ = patient
+    left, right = treated(patient, "reinitialise"), operate(model, plan)
+    assert left.slices.keys() == right.slices.keys()
+    assert all(torch.equal(left.slices[n].after, right.slices[n].after) for n in left.slices)
+
+
+def test_a_head_is_treated_the_same_whichever_heads_are_treated_with_it(patient):
+    model, plan, directions = patient
+    head = Head(0, 1)
+    for name in sorted(TREATMENTS):
+        alone = treat(model, plan, {head: Dose(name, 0.7)}, directions=directions)
+        assert torch.equal(
+            alone.slices["L0H1.q"].after, treated(patient, name, 0.7).slices["L0H1.q"].after
+        ), name
+
+
+@pytest.mark.parametrize("family", ["bloom", "gpt2", "mpt", "falcon-alibi"])
+def test_without_rotation_the_pull_is_the_first_key_minus_the_others(family):
+    model = tiny_model(family)
+    seen = {}
+    block = random_batch(lengths=(24,))
+    with torch.no_grad(), tapped(model, lambda sight: seen.update({sight.layer: sight.scores.k})):
+        model.base_model(input_ids=block.ids, use_cache=False)
+    k = seen[0][0].double()
+    means = k.cumsum(1)[:, 1:] - k[:, :1]
+    gaps = k[:, :1] - means / torch.arange(1, 24)[:, None]
+    expected = torch.nn.functional.normalize(gaps.sum(1), dim=1).float()
+    found = measure_directions(model, [block], (0,))[0].sink
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_measuring_directions_leaves_the_model_and_the_grad_mode_as_they_were():
+    model = tiny_model("llama")
+    before = weight_bits(model)
+    first = measure_directions(model, BLOCKS, (1,))
+    again = measure_directions(model, BLOCKS, (1,))
+    assert torch.equal(first[1].sink, again[1].sink)
+    assert weight_bits(model) == before
+    assert torch.is_grad_enabled()
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_an_unknown_treatment_is_named_with_the_known_ones():
+    with pytest.raises(SelectionError, match="release"):
+        treatment_named("relase")
