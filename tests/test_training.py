@@ -548,13 +548,13 @@ def test_duplicates_and_evaluation_texts_are_left_out(tokenizer):
     texts = small_texts(60).texts
     corpus = corpus_of([*texts, *texts[:5]], tokenizer, excluded=[texts[0], texts[1], "other"])
     info = corpus.info
-    assert (info["documents"], info["duplicates"], info["excluded"]) == (65, 5, 2)
-    assert info["train_documents"] + info["validation_documents"] == 58
+    assert (info.documents, info.duplicates, info.excluded) == (65, 5, 2)
+    assert info.train_documents + info.validation_documents == 58
     joined = " ".join(decoded(corpus.train, tokenizer) | decoded(corpus.validation, tokenizer))
     assert texts[0] not in joined
     total = sum(len(tokenizer(text)["input_ids"]) for text in texts[2:])
-    assert info["train_tokens"] + info["validation_tokens"] <= total
-    assert info["train_tokens"] == sum(int(b.lengths.sum()) for b in corpus.train)
+    assert info.train_tokens + info.validation_tokens <= total
+    assert info.train_tokens == sum(int(b.lengths.sum()) for b in corpus.train)
 
 
 def test_blocks_hold_whole_pieces_and_at_most_their_size(tokenizer):
