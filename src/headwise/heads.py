@@ -17,6 +17,8 @@ from jaxtyping import Bool, Float
 
 from headwise.errors import SelectionError
 
+JOINT = "joint:"  # in front of the name of a set of heads that is silenced together
+
 
 @dataclass(frozen=True, order=True)
 class Head:

@@ -21,7 +21,7 @@ from headwise.diagnosis.dormancy import activation_dormancy, weight_dormancy
 from headwise.diagnosis.mean_outputs import measure_means
 from headwise.diagnosis.values import SICK, Diagnosis
 from headwise.errors import TextError
-from headwise.heads import Head, all_heads, select_heads
+from headwise.heads import JOINT, Head, all_heads, select_heads
 from headwise.models.architectures import geometry_of
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.model_info import ModelInfo
@@ -30,7 +30,6 @@ from headwise.models.patch_info import PatchInfo
 from headwise.progress import Progress, silent
 from headwise.proof.ablation import Ablation, ablate_heads, first_order_importance
 from headwise.proof.evaluation import (
-    JOINT,
     Evaluation,
     EvaluationProvenance,
     EvaluationSettings,

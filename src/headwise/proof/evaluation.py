@@ -22,8 +22,6 @@ from headwise.values import OMITTED, Empty, Finite, HeadArray, from_plain, plain
 if TYPE_CHECKING:
     import pandas as pd
 
-JOINT = "joint:"  # the prefix of a set of heads that was silenced together
-
 
 @dataclass(frozen=True)
 class DocumentLosses:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from headwise.heads import JOINT
 from headwise.sheets import Sheet, sheet
 
 if TYPE_CHECKING:
@@ -16,8 +17,6 @@ _MOST = 8  # heads shown, those that matter most
 
 def evaluation_sheets(found: Evaluation) -> list[Sheet]:
     """Perplexities, and the heads that matter most."""
-    from headwise.proof.evaluation import JOINT
-
     losses = [
         (name, entry.documents, entry.predicted_tokens, entry.perplexity)
         for name, entry in found.text_sets.items()

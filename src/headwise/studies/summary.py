@@ -15,8 +15,9 @@ import numpy as np
 
 from headwise.artefacts import load_artefact, save_artefact, versions
 from headwise.frames import frame
+from headwise.heads import JOINT
 from headwise.intervals import Interval, mean_interval
-from headwise.proof.evaluation import JOINT, Evaluation, HeadCost, Recovery
+from headwise.proof.evaluation import Evaluation, HeadCost, Recovery
 from headwise.sheets import sheet, sheets_html
 from headwise.studies.study import Study
 from headwise.values import Finite, from_plain, plain_fields
