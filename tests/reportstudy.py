@@ -24,7 +24,7 @@ from headwise.plasticity.values import (
     PlasticityProvenance,
     PlasticitySummary,
 )
-from headwise.proof.comparison import Snapshot, compare
+from headwise.proof.compare import Snapshot, compare
 from headwise.proof.completed_texts import (
     Completion,
     Completions,

@@ -16,6 +16,7 @@ from headwise.heads import Head
 from headwise.intervals import Interval, mean_interval
 from headwise.models.model_info import ModelInfo
 from headwise.models.patch_info import PatchInfo
+from headwise.plasticity.settings import PlasticitySettings
 from headwise.proof.compare import Snapshot, compare, paired_losses, read_snapshot
 from headwise.proof.comparison import Comparison
 from headwise.proof.evaluation import (
@@ -37,6 +38,7 @@ from headwise.proof.zones import drift_by_zone, transitions, zones_of
 from headwise.provenance import MeasureSettings, Provenance, TextInfo
 from headwise.surgery.plan import make_plan
 from headwise.values import from_plain, to_plain
+from reportstudy import plasticity_summary
 
 # Targets of the paper's second pass (surgery/train_1b7_pass2.py, lines 80-95)
 PASS2 = {
@@ -418,7 +420,7 @@ def test_snapshots_are_read_from_files_and_folders(small, tmp_path):
 
 
 def plasticity(values, **settings):
-    return {"maps": {"plasticity": values}, "provenance": {"settings": settings}}
+    return plasticity_summary(values, PlasticitySettings(**settings))
 
 
 def test_plasticity_change_is_by_head_and_zone_where_both_were_captured(small):
@@ -452,13 +454,11 @@ def test_plasticity_measured_otherwise_or_of_other_heads_is_refused(small):
 
 
 def test_a_folder_brings_its_plasticity_along(small, tmp_path):
-    from headwise.artefacts import save_artefact
-
     small[0].save(tmp_path / "diagnosis.json")
     assert read_snapshot(tmp_path).plasticity is None
-    body = plasticity([[0.5] * 3] * 3)
-    save_artefact(tmp_path / "plasticity" / "plasticity.json", "plasticity", body)
-    assert read_snapshot(tmp_path).plasticity["maps"] == body["maps"]
+    summary = plasticity([[0.5] * 3] * 3)
+    summary.save(tmp_path / "plasticity" / "plasticity.json")
+    assert read_snapshot(tmp_path).plasticity.maps == summary.maps
     assert read_snapshot(tmp_path / "diagnosis.json").plasticity is None  # a file is a file
 
 

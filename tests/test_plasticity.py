@@ -438,7 +438,7 @@ def test_fifths_count_a_cell_where_its_queries_lie():
         layer=0,
         q_head=0,
         k_head=0,
-        metrics=QueryMetrics(**dict.fromkeys((field.name for field in fields(QueryMetrics)), 0)),
+        metrics=QueryMetrics(0, 0, 0, *[0.0] * (len(fields(QueryMetrics)) - 3)),
         r2=(0.0,),
         fifths={1: (30, 10, 0, 0, 0), 2: (0, 10, 0, 0, 10)},
         tau={1: 15.0, 2: 25.0},

@@ -105,7 +105,7 @@ def plain_fields(value: Any) -> dict[str, Any]:
 
 
 @cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
+def _adapter(kind: Any) -> Any:  # a TypeAdapter; its generic form cannot be checked at run time
     return TypeAdapter(kind)
 
 

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-Rows = list[dict[str, Any]]
+
+@dataclass(frozen=True)
+class AblationRow:
+    """Exact ablation beside brute force: seconds of each, their ratio, and how far they differ."""
+
+    heads: int
+    texts: int
+    tokens: int
+    headwise_cpu_s: float
+    peer_cpu_s: float
+    time_to_peer: float
+    largest_difference_nats: float
 
 
-def bench_ablation(*, repeats: int = 3, texts: int = 16, length: int = 256) -> Rows:
+def bench_ablation(*, repeats: int = 3, texts: int = 16, length: int = 256) -> list[AblationRow]:
     """Exact zero ablation of every head of the patient beside brute force, one thread."""
     from headwise.heads import all_heads
     from headwise.models.architectures import geometry_of
@@ -35,20 +47,20 @@ def bench_ablation(*, repeats: int = 3, texts: int = 16, length: int = 256) -> R
             pairs.append((between - started, time.process_time() - between))
             error = max(error, float((abs(ours.deltas - peer) / ours.tokens).max()))
     return [
-        {
-            "heads": len(chosen),
-            "texts": texts,
-            "tokens": int(ours.tokens.sum()),
-            "headwise_cpu_s": round(median(fast for fast, _ in pairs), 2),
-            "peer_cpu_s": round(median(slow for _, slow in pairs), 2),
-            "time_to_peer": round(median(fast / slow for fast, slow in pairs), 3),
-            "largest_difference_nats": error,
-        }
+        AblationRow(
+            heads=len(chosen),
+            texts=texts,
+            tokens=int(ours.tokens.sum()),
+            headwise_cpu_s=round(median(fast for fast, _ in pairs), 2),
+            peer_cpu_s=round(median(slow for _, slow in pairs), 2),
+            time_to_peer=round(median(fast / slow for fast, slow in pairs), 3),
+            largest_difference_nats=error,
+        )
     ]
 
 
 def _brute_force(model: Any, encoded: list[list[int]], chosen: list[Any]) -> Any:
-    """One full forward pass of transformers' own model a head and batch of texts."""
+    """One full forward pass of transformers' own model per head and batch of texts."""
     import numpy as np
     import torch
 

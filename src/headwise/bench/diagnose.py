@@ -6,7 +6,7 @@ each layer's T x T matrix to first-token mass and entropy at once; `eager-all`, 
 `output_attentions=True`, which keeps all layers; `transformer-lens`, `run_with_cache` on the
 patterns. headwise computes twelve measures, the peers two of them.
 
-Every cell is a process of its own with one thread. Seconds are CPU seconds of that process, the
+Every case is a process of its own with one thread. Seconds are CPU seconds of that process, the
 median of the repeats, so that other work on the machine counts little; memory is the growth of the
 peak resident set over the loaded model during the first pass.
 """
@@ -21,7 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,12 @@ import numpy as np
 from headwise.artefacts import save_artefact, versions
 from headwise.errors import HeadwiseError
 from headwise.progress import Progress, silent, track
+from headwise.values import OMITTED, from_plain, to_plain
 
 LENGTHS = (512, 2048, 4096)
 
 
-LONG = (8192,)  # headwise alone: one layer of eager attention would need 2.4 GB a copy
+LONG = (8192,)  # headwise alone: one layer of eager attention would need 2.4 GB per copy
 
 
 WAYS = ("headwise", "sdpa", "eager", "eager-all", "transformer-lens")
@@ -68,6 +70,42 @@ _WARM_UP = 32
 Maps = tuple[list[float], list[float]]  # first-token mass and entropy of every head
 
 
+@dataclass(frozen=True)
+class Case:
+    """One way on one length: what a process of its own is asked to measure."""
+
+    way: str
+    model: str  # a folder
+    length: int
+    repeats: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a case took; None if it was skipped, and the note says why."""
+
+    seconds: float | None
+    memory_mib: float | None
+    note: str = ""
+    maps: Maps | None = None
+
+
+@dataclass(frozen=True)
+class DiagnoseRow:
+    """One line of the benchmark; differences are to headwise's maps, where a way has maps."""
+
+    length: int
+    way: str
+    seconds: float | None
+    memory_mib: float | None
+    note: str
+    model: str
+    times_sdpa: float | None
+    memory_times_headwise: float | None
+    max_mass_difference: float | None = field(metadata=OMITTED)
+    max_entropy_difference: float | None = field(metadata=OMITTED)
+
+
 def bench_diagnose(
     model: str | None = None,
     lengths: Sequence[int] = LENGTHS,
@@ -77,29 +115,26 @@ def bench_diagnose(
     long_lengths: Sequence[int] = LONG,
     ways: Sequence[str] = WAYS,
     progress: Progress = silent,
-) -> list[dict[str, Any]]:
-    """One row a length and way; without a model: SmolLM2-135M if cached, else its random shape."""
-    rows: list[dict[str, Any]] = []
+) -> list[DiagnoseRow]:
+    """One row per length and way; without a model: SmolLM2-135M, else its random shape."""
+    measured: dict[Case, Measured] = {}
+    rows: list[DiagnoseRow] = []
     with tempfile.TemporaryDirectory() as folder:
         name = _prepare(model, Path(folder))
-        cells = [(length, way) for length in lengths for way in ways]
-        cells += [(length, "headwise") for length in long_lengths]
-        for length, way in track(cells, "benchmark cells", progress):
-            cell = {"way": way, "model": folder, "length": length, "repeats": repeats}
-            rows.append({"length": length, "way": way, **_run_cell(cell), "model": name})
-            _add_ratios(rows)
-            if out is not None:  # after every cell: an interrupted run keeps what it has
-                body = {"rows": _without_maps(rows), "versions": versions()}
+        asked = [(length, way) for length in lengths for way in ways]
+        asked += [(length, "headwise") for length in long_lengths]
+        cases = [Case(way, folder, length, repeats) for length, way in asked]
+        for case in track(cases, "benchmark cases", progress):
+            measured[case] = _run_case(case)
+            rows = _rows(measured, name)
+            if out is not None:  # after every case: an interrupted run keeps what it has
+                body = {"rows": to_plain(rows), "versions": versions()}
                 save_artefact(out / "bench_diagnose.json", "bench", body)
-    return _without_maps(rows)
-
-
-def _without_maps(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: row[key] for key in row if key != "maps"} for row in rows]
+    return rows
 
 
 def _prepare(model: str | None, folder: Path) -> str:
-    """Save the model as a plain directory once, so that every cell loads the same bits quickly."""
+    """Save the model as a plain directory once, so that every case loads the same bits quickly."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -120,11 +155,11 @@ def _prepare(model: str | None, folder: Path) -> str:
     return "random weights of SmolLM2-135M's shape"
 
 
-def _run_cell(cell: dict[str, Any]) -> dict[str, Any]:
-    python = _lens_python() if cell["way"] == "transformer-lens" else sys.executable
+def _run_case(case: Case) -> Measured:
+    python = _lens_python() if case.way == "transformer-lens" else sys.executable
     if python is None:
         return _skipped(f"not installed: set {LENS_PYTHON} to a Python with transformer-lens")
-    needed, free = _bytes_needed(cell), _bytes_free()
+    needed, free = _bytes_needed(case), _bytes_free()
     if needed > 0.7 * free:
         return _skipped(f"needs {needed / 2**30:.0f} GB, {free / 2**30:.0f} GB are free")
     environment = {
@@ -133,19 +168,18 @@ def _run_cell(cell: dict[str, Any]) -> dict[str, Any]:
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }
-    command = [python, "-m", "headwise.bench.diagnose", json.dumps(cell)]
+    command = [python, "-m", "headwise.bench.diagnose", json.dumps(asdict(case))]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        if cell["way"] == "transformer-lens":
+        if case.way == "transformer-lens":
             return _skipped(f"failed: {last[:150]}")
-        raise HeadwiseError(f"the {cell['way']} cell failed: {last}", where=cell)
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return result
+        raise HeadwiseError(f"the {case.way} case failed: {last}", where=case)
+    return from_plain(Measured, json.loads(done.stdout.strip().splitlines()[-1]), case)
 
 
-def _skipped(note: str) -> dict[str, Any]:
-    return {"seconds": None, "memory_mib": None, "note": note}
+def _skipped(note: str) -> Measured:
+    return Measured(None, None, note)
 
 
 def _lens_python() -> str | None:
@@ -154,13 +188,13 @@ def _lens_python() -> str | None:
     return sys.executable if importlib.util.find_spec("transformer_lens") else None
 
 
-def _bytes_needed(cell: dict[str, Any]) -> int:
+def _bytes_needed(case: Case) -> int:
     """What the attention matrices of all layers take in float32, for the ways that keep them."""
-    if cell["way"] not in KEEPS_ALL:
+    if case.way not in KEEPS_ALL:
         return 0
-    config = json.loads((Path(cell["model"]) / "config.json").read_text())
+    config = json.loads((Path(case.model) / "config.json").read_text())
     heads = int(config["num_hidden_layers"]) * int(config["num_attention_heads"])
-    return int(heads * cell["length"] ** 2 * 4)
+    return int(heads * case.length**2 * 4)
 
 
 def _bytes_free() -> int:
@@ -168,47 +202,67 @@ def _bytes_free() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
 
-def _add_ratios(rows: list[dict[str, Any]]) -> None:
-    for row in rows:
-        same = {other["way"]: other for other in rows if other["length"] == row["length"]}
-        row["times_sdpa"] = _ratio(row, same.get("sdpa"), "seconds")
-        row["memory_times_headwise"] = _ratio(row, same.get("headwise"), "memory_mib")
-        ours = same.get("headwise", {}).get("maps")
-        if ours and row.get("maps"):
-            for name, left, right in zip(("mass", "entropy"), row["maps"], ours, strict=True):
-                row[f"max_{name}_difference"] = float(np.abs(np.subtract(left, right)).max())
+def _rows(measured: Mapping[Case, Measured], model: str) -> list[DiagnoseRow]:
+    """One row per case, with its ratios to the plain forward pass and to headwise."""
+    rows = []
+    for case, found in measured.items():
+        same = {other.way: m for other, m in measured.items() if other.length == case.length}
+        sdpa, ours = same.get("sdpa", _skipped("")), same.get("headwise", _skipped(""))
+        mass, entropy = _differences(found.maps, ours.maps)
+        rows.append(
+            DiagnoseRow(
+                case.length,
+                case.way,
+                found.seconds,
+                found.memory_mib,
+                found.note,
+                model,
+                times_sdpa=_ratio(found.seconds, sdpa.seconds),
+                memory_times_headwise=_ratio(found.memory_mib, ours.memory_mib),
+                max_mass_difference=mass,
+                max_entropy_difference=entropy,
+            )
+        )
+    return rows
 
 
-def _ratio(row: dict[str, Any], base: dict[str, Any] | None, key: str) -> float | None:
-    if base is None or not row[key] or not base[key]:
-        return None
-    return float(row[key] / base[key])
+def _differences(left: Maps | None, right: Maps | None) -> tuple[float | None, float | None]:
+    """The largest difference of mass and of entropy over heads."""
+    if left is None or right is None:
+        return None, None
+    mass, entropy = (
+        float(np.abs(np.subtract(a, b)).max()) for a, b in zip(left, right, strict=True)
+    )
+    return mass, entropy
 
 
-def measure_cell(way: str, model: str, length: int, repeats: int) -> dict[str, Any]:
+def _ratio(value: float | None, base: float | None) -> float | None:
+    return value / base if value and base else None
+
+
+def measure_case(case: Case) -> Measured:
     """Time one way on one length in this process; see the module's words on what is counted."""
     import torch
 
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, 1000, (1, length), generator=generator)
-    run = _PREPARED[way](model)
+    ids = torch.randint(3, 1000, (1, case.length), generator=generator)
+    run = _PREPARED[case.way](case.model)
     with torch.inference_mode():
         run(ids[:, :_WARM_UP])
         before = _resident_mib(reset=True)
         seconds, maps = [], None
-        for number in range(repeats + 1):
+        for number in range(case.repeats + 1):
             start = time.process_time()
             maps = run(ids)
             seconds.append(time.process_time() - start)
             if number == 0:
                 memory = _resident_mib(peak=True) - before
-    return {
-        "seconds": statistics.median(seconds[1:] or seconds),  # the first pass also warms up
-        "memory_mib": max(memory, 0.0),
-        "maps": maps,
-        "note": "",
-    }
+    return Measured(
+        seconds=statistics.median(seconds[1:] or seconds),  # the first pass also warms up
+        memory_mib=max(memory, 0.0),
+        maps=maps,
+    )
 
 
 def _resident_mib(*, peak: bool = False, reset: bool = False) -> float:
@@ -331,4 +385,6 @@ _PREPARED: dict[str, Callable[[str], Run]] = {
 
 
 if __name__ == "__main__":
-    sys.stdout.write("\n" + json.dumps(measure_cell(**json.loads(sys.argv[1]))) + "\n")
+    sys.stdout.write(
+        "\n" + json.dumps(asdict(measure_case(Case(**json.loads(sys.argv[1]))))) + "\n"
+    )

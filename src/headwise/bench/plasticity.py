@@ -1,9 +1,9 @@
-"""`headwise bench plasticity`: CPU and memory a head, beside the public algorithm done plainly.
+"""`headwise bench plasticity`: CPU and memory per head, beside the public algorithm done plainly.
 
 The peer below is our own plain transcription of the public algorithm (reference, section 3): the
-same statistics, 256 key pairs a cell drawn and judged one at a time, one scalar normal CDF a pair.
+same statistics, 256 key pairs per cell drawn and scored one at a time, with one scalar normal CDF.
 Each side runs in a process of its own with one thread, on the same files, imports not counted.
-headwise judges *all* pairs and adds standard errors, a valid normality test and a distance map.
+headwise scores *all* pairs and adds standard errors, a valid normality test and a distance map.
 
 Invariant: both sides read the same files in the same run; only the ratio is meant to be compared.
 """
@@ -18,8 +18,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -30,13 +30,27 @@ from headwise.errors import HeadwiseError
 BUCKETS = 16
 
 
+@dataclass(frozen=True)
+class PlasticityRow:
+    """Both sides on one head dimension: CPU seconds per head, their ratio, peak memory."""
+
+    dim: int
+    rows: int
+    group: int
+    headwise_cpu_s: float
+    peer_cpu_s: float
+    ratio: float
+    headwise_peak_mb: float
+    peer_peak_mb: float
+
+
 PEER_PAIRS = 256
 
 
 def bench_plasticity(
     *, dims: tuple[int, ...] = (64, 128), rows: int = 50_000, group: int = 1, heads: int = 2
-) -> list[dict[str, Any]]:
-    """One row for each head dimension: seconds a head of both sides, their ratio, peak memory.
+) -> list[PlasticityRow]:
+    """One row for each head dimension: seconds per head of both sides, their ratio, peak memory.
 
     `group` query heads share a key head; `heads` query heads are measured by headwise, one by the
     peer (its cost does not depend on sharing).
@@ -48,22 +62,22 @@ def bench_plasticity(
             write_synthetic(root, dim=dim, rows=rows, num_q_heads=heads, group=group)
             ours, peer = _measured("headwise", root, heads), _measured("peer", root, 1)
         result.append(
-            {
-                "dim": dim,
-                "rows": rows,
-                "group": group,
-                "headwise_cpu_s": ours["cpu_s"],
-                "peer_cpu_s": peer["cpu_s"],
-                "ratio": peer["cpu_s"] / ours["cpu_s"],
-                "headwise_peak_mb": ours["peak_mb"],
-                "peer_peak_mb": peer["peak_mb"],
-            }
+            PlasticityRow(
+                dim=dim,
+                rows=rows,
+                group=group,
+                headwise_cpu_s=ours["cpu_s"],
+                peer_cpu_s=peer["cpu_s"],
+                ratio=peer["cpu_s"] / ours["cpu_s"],
+                headwise_peak_mb=ours["peak_mb"],
+                peer_peak_mb=peer["peak_mb"],
+            )
         )
     return result
 
 
 def write_synthetic(root: Path, *, dim: int, rows: int, num_q_heads: int, group: int) -> None:
-    """Base-rate-3 captures: 16 uniform buckets, about three tokens a document and bucket."""
+    """Base-rate-3 captures: 16 uniform buckets, about three tokens per document and bucket."""
     size = 8192 // BUCKETS if dim <= 64 else 32768 // BUCKETS
     num_k_heads = -(-num_q_heads // group)
     rng = np.random.default_rng(dim)
@@ -95,7 +109,7 @@ def _write(path: Path, *columns: np.ndarray) -> None:
 
 
 def _measured(side: str, root: Path, heads: int) -> dict[str, float]:
-    """CPU seconds a head and peak memory of one side, in a fresh single-threaded process."""
+    """CPU seconds per head and peak memory of one side, in a fresh single-threaded process."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     done = subprocess.run(
         [sys.executable, "-m", "headwise.bench.plasticity", side, str(root), str(heads)],
@@ -159,17 +173,17 @@ def peer_head(query_file: Path, key_file: Path, *, seed: int) -> dict[tuple[int,
     residual = q - alpha - np.outer(position, beta)
     _peer_normality(residual[:, 0], q[:, 1:], seed)
     model = (alpha, beta, residual.var(axis=0, ddof=1))
-    groups: dict[int, dict[int, list[int]]] = {}
+    passages: dict[int, dict[int, list[int]]] = {}
     for row, (bucket, example) in enumerate(
         zip(keys.bucket.tolist(), keys.example.tolist(), strict=True)
     ):
-        groups.setdefault(bucket, {}).setdefault(example, []).append(row)
+        passages.setdefault(bucket, {}).setdefault(example, []).append(row)
     rng = np.random.default_rng(seed)
     cells = {}
     for q_bucket in np.unique(queries.bucket[queries.bucket > 0]).tolist():
         tau = float(position[queries.bucket == q_bucket].mean())
-        for k_bucket in sorted(bucket for bucket in groups if bucket < q_bucket):
-            usable = [np.array(rows) for rows in groups[k_bucket].values() if len(rows) >= 2]
+        for k_bucket in sorted(bucket for bucket in passages if bucket < q_bucket):
+            usable = [np.array(rows) for rows in passages[k_bucket].values() if len(rows) >= 2]
             pairs = list(_peer_pairs(rng, usable, k, model, tau))
             cells[q_bucket, k_bucket] = float(np.mean(pairs)) if pairs else float("nan")
     return cells

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,7 +38,28 @@ WAYS = ("headwise", "checkpointed", "prefix-cached", "peer", "limit")
 _OPERATED = 6  # of 16 heads in each layer: 37.5%
 
 
-Rows = list[dict[str, Any]]
+@dataclass(frozen=True)
+class Measured:
+    """One round of one way."""
+
+    seconds: float
+    peak_mb: float
+    state_mb: float
+
+
+@dataclass(frozen=True)
+class RepairRow:
+    """One length and way: medians over rounds, and ratios to the peer and the limit."""
+
+    length: int
+    way: str
+    tokens_per_cpu_s: float
+    speed_to_peer: float | None
+    time_to_limit: float | None
+    peak_mb: int
+    peak_to_peer: float | None
+    state_mb: float
+    state_to_peer: float | None
 
 
 Work = tuple[Callable[[], None], Callable[[], None], Callable[[], int]]  # block, update, state
@@ -49,9 +71,9 @@ def bench_repair(
     repeats: int = 3,
     layers: int = 8,
     ways: tuple[str, ...] = WAYS,
-) -> Rows:
-    """One row a length and way: tokens a CPU second, peak memory above the weights, state."""
-    rows: Rows = []
+) -> list[RepairRow]:
+    """One row per length and way: tokens per CPU second, peak memory above the weights, state."""
+    rows: list[RepairRow] = []
     for length in lengths:
         rows += _compared(_measured(length, layers, repeats, ways), length)
     return rows
@@ -59,17 +81,17 @@ def bench_repair(
 
 def _measured(
     length: int, layers: int, repeats: int, ways: tuple[str, ...]
-) -> dict[str, list[dict[str, float]]]:
-    """way -> one measurement a round; rounds visit every way before the next begins."""
+) -> dict[str, list[Measured]]:
+    """way -> one measurement per round; rounds visit every way before the next begins."""
     workers: dict[str, subprocess.Popen[str]] = {}
     try:
         for way in ways:
             workers[way] = _start(way, length, layers)
-            _ask(workers[way])  # builds the model and warms up, before any clock runs
-        rounds: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+            _call(workers[way])  # builds the model and warms up, before any clock runs
+        rounds: dict[str, list[Measured]] = {way: [] for way in ways}
         for _ in range(repeats):
             for way, worker in workers.items():
-                rounds[way].append(_ask(worker))
+                rounds[way].append(Measured(**json.loads(_call(worker))))
         return rounds
     finally:
         for worker in workers.values():
@@ -88,7 +110,7 @@ def _start(way: str, length: int, layers: int) -> subprocess.Popen[str]:
     )
 
 
-def _ask(worker: subprocess.Popen[str]) -> dict[str, float]:
+def _call(worker: subprocess.Popen[str]) -> str:
     from headwise.errors import HeadwiseError
 
     assert worker.stdin is not None
@@ -98,34 +120,33 @@ def _ask(worker: subprocess.Popen[str]) -> dict[str, float]:
     line = worker.stdout.readline()
     if not line:
         raise HeadwiseError("a benchmark process died", fix="see its message above; free memory?")
-    found: dict[str, float] = json.loads(line)
-    return found
+    return line
 
 
-def _compared(rounds: dict[str, list[dict[str, float]]], length: int) -> Rows:
+def _compared(rounds: dict[str, list[Measured]], length: int) -> list[RepairRow]:
     """Medians over rounds; ratios are medians of the ratios within a round."""
 
     def of(way: str, key: str) -> float:
-        return median(found[key] for found in rounds[way])
+        return median(float(getattr(found, key)) for found in rounds[way])
 
     def against(way: str, other: str, key: str) -> float | None:
         if other not in rounds:
             return None
         pairs = zip(rounds[way], rounds[other], strict=True)
-        return round(median(a[key] / b[key] for a, b in pairs), 3)
+        return round(median(float(getattr(a, key) / getattr(b, key)) for a, b in pairs), 3)
 
     return [
-        {
-            "length": length,
-            "way": way,
-            "tokens_per_cpu_s": round(length / of(way, "seconds"), 1),
-            "speed_to_peer": against("peer", way, "seconds") if "peer" in rounds else None,
-            "time_to_limit": against(way, "limit", "seconds"),
-            "peak_mb": round(of(way, "peak_mb")),
-            "peak_to_peer": against(way, "peer", "peak_mb"),
-            "state_mb": round(of(way, "state_mb"), 1),
-            "state_to_peer": against(way, "peer", "state_mb"),
-        }
+        RepairRow(
+            length=length,
+            way=way,
+            tokens_per_cpu_s=round(length / of(way, "seconds"), 1),
+            speed_to_peer=against("peer", way, "seconds") if "peer" in rounds else None,
+            time_to_limit=against(way, "limit", "seconds"),
+            peak_mb=round(of(way, "peak_mb")),
+            peak_to_peer=against(way, "peer", "peak_mb"),
+            state_mb=round(of(way, "state_mb"), 1),
+            state_to_peer=against(way, "peer", "state_mb"),
+        )
         for way in rounds
     ]
 
@@ -142,22 +163,21 @@ def _worker(way: str, length: int, layers: int) -> None:
         block, update, state = _WORK[way](model, length, Path(folder))
         block()  # allocates gradients, and fills the prefix cache
         update()
-        _answer({"ready": True})
+        _answer("ready")
         for _ in sys.stdin:
             gc.collect()
             _reset_peak()
             seconds = [_cpu_seconds(step) for step in (block, update)]
-            _answer(
-                {
-                    "seconds": seconds[0] + seconds[1] / ACCUMULATION,
-                    "peak_mb": _peak_mb() - base,
-                    "state_mb": state() / 2**20,
-                }
+            found = Measured(
+                seconds=seconds[0] + seconds[1] / ACCUMULATION,
+                peak_mb=_peak_mb() - base,
+                state_mb=state() / 2**20,
             )
+            _answer(json.dumps(asdict(found)))
 
 
-def _answer(body: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(body) + "\n")
+def _answer(line: str) -> None:
+    sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from headwise.artefacts import save_artefact, versions
 from headwise.errors import SettingsError
 from headwise.progress import Progress, silent
+from headwise.values import to_plain
 
-Rows = list[dict[str, Any]]
+Rows = Sequence[object]  # frozen rows, of a type for each benchmark
 
 
 def _diagnose(model: str | None, repeats: int, out: Path, progress: Progress) -> Rows:
@@ -47,11 +48,11 @@ BENCHMARKS: dict[str, Callable[[str | None, int, Path, Progress], Rows]] = {
 
 def run_benchmarks(
     what: str, *, model: str | None, repeats: int, out: Path, progress: Progress = silent
-) -> Iterator[tuple[str, Rows]]:
-    """Run one benchmark or all; each result is saved as it comes."""
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Run one benchmark or all; each is saved as it comes, and its rows are given as saved."""
     if what != "all" and what not in BENCHMARKS:
         raise SettingsError(f"no benchmark is called {what!r}", fix=f"all, {', '.join(BENCHMARKS)}")
     for name in BENCHMARKS if what == "all" else [what]:
-        rows = BENCHMARKS[name](model, repeats, out, progress)
+        rows = to_plain(BENCHMARKS[name](model, repeats, out, progress))
         save_artefact(out / f"bench_{name}.json", "bench", {"rows": rows, "versions": versions()})
         yield name, rows

@@ -84,7 +84,7 @@ def bench(
         str, typer.Argument(help="diagnose, repair, ablation, plasticity or all")
     ] = "all",
     model: Annotated[str | None, typer.Option(help="Model for `diagnose`.")] = None,
-    repeats: Annotated[int, typer.Option(help="Runs of each cell.", min=1)] = 3,
+    repeats: Annotated[int, typer.Option(help="Runs of each case.", min=1)] = 3,
     out: Out = Path("out/bench"),
     quiet: Quiet = False,
 ) -> None:

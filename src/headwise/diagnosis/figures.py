@@ -140,7 +140,7 @@ def diagnosis_figures(diagnosis: Diagnosis, folder: Path) -> list[Path]:
             mass,
             f"{name}\nfirst-token mass",
             "first-token mass",
-            limits=(0, 1),
+            limits=(0.0, 1.0),
         ),
     }
     if "entropy" in diagnosis.maps:

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import (
+    Any,
+    Concatenate,
+    Generic,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    cast,
+    overload,
+    runtime_checkable,
+)
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -37,6 +47,7 @@ class LoadedModel:
         return int(limit) if limit else None
 
 
+@runtime_checkable  # so that the tests' type checks can look at it
 class _TakesModel(Protocol, Generic[Options, Made]):
     """Both ways to call: with a `LoadedModel`, or with a model and its tokenizer."""
 

@@ -78,7 +78,7 @@ def trend_colour(points: Float[np.ndarray, "point 2"], change: float = TREND_CHA
 
 def plot_positions(buckets: Sequence[BucketRow], model: str) -> Figure:
     """Every head's plasticity along position, coloured by its trend, and the mean in black."""
-    figure = new_figure(10, 6)
+    figure = new_figure(10.0, 6.0)
     title = f"Per-bucket attention plasticity: {model}"
     axes = _panel(figure, (1, 1, 1), title, "Position", "Attention plasticity")
     profiles = head_profiles(buckets)
@@ -100,7 +100,7 @@ def plot_positions(buckets: Sequence[BucketRow], model: str) -> Figure:
 
 def plot_buckets(buckets: Sequence[BucketRow], model: str, statistic: Statistic = "mean") -> Figure:
     """Cells over heads: query buckets are rows, key buckets columns; white is no cell."""
-    figure = new_figure(8, 6)
+    figure = new_figure(8.0, 6.0)
     title = f"Attention plasticity by bucket ({statistic} over heads): {model}"
     axes = _panel(figure, (1, 1, 1), title, "Key pair bucket", "Query bucket")
     q_buckets = sorted({row.q_bucket for row in buckets})
@@ -125,7 +125,7 @@ def plot_components(
     components: Sequence[ComponentRow], model: str, statistic: Statistic = "mean"
 ) -> Figure:
     """Each component's share of the positional information, over heads."""
-    figure = new_figure(10, 4)
+    figure = new_figure(10.0, 4.0)
     title = f"Positional information by component ({statistic} over heads): {model}"
     axes = _panel(figure, (1, 1, 1), title, "Component index", "Weight")
     weights: dict[int, list[float]] = {}
@@ -154,7 +154,7 @@ def plot_heads(values: Sequence[Sequence[float | None]], model: str) -> Figure:
 
 def plot_distances(distances: DistanceMap, model: str) -> Figure:
     """Plasticity by distance between the two keys and distance of the query from them."""
-    figure = new_figure(7, 5)
+    figure = new_figure(7.0, 5.0)
     title = f"Plasticity by inter-key distance: {model}"
     axes = _panel(figure, (1, 1, 1), title, "Query to keys (tokens, from)", "Between keys (from)")
     grid = _array(distances.plasticity)

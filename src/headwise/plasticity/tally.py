@@ -98,7 +98,7 @@ def open_cells(
     return before & (first_query[:, None] - last_key[None, :] < window)
 
 
-def choose_documents(*examples: Int64[np.ndarray, " row"]) -> tuple[np.ndarray, int]:
+def choose_documents(*examples: Int64[np.ndarray, " _"]) -> tuple[np.ndarray, int]:
     """At most `MAX_DOCUMENTS` evenly chosen documents, ascending, and how many there are."""
     found = np.unique(np.concatenate(examples))
     step = -(-len(found) // MAX_DOCUMENTS)

@@ -31,7 +31,7 @@ class ShownMeasure:
     key: str
     label: str
     help: str
-    limits: tuple[float, float] | None = None
+    limits: tuple[int | float, int | float] | None = None  # as JSON shows them
     unit: str = ""
     diverging: bool = False
     digits: int = 3

@@ -7,12 +7,12 @@ to keys and values that heads share.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
+from pydantic import BaseModel, ConfigDict, model_serializer
 
 from headwise.artefacts import write_text
 from headwise.diagnosis.values import Diagnosis
@@ -71,8 +71,10 @@ class PlanSummary(BaseModel):
     compensation: str | None = None
 
     @model_serializer(mode="wrap")
-    def _without_empty_notes(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
-        body: dict[str, object] = handler(self)
+    def _without_empty_notes(
+        self, handler: Callable[[object], dict[str, object]]
+    ) -> dict[str, object]:
+        body = handler(self)
         notes = ("kv_note", "compensation")
         return {key: value for key, value in body.items() if value is not None or key not in notes}
 
