@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "headwise"
 
 # A package imports only what stands above it; the loose modules of the top are the ground floor.
 ORDER = """
-    errors bundled artefacts settings heads intervals progress drawing
+    errors bundled artefacts values settings provenance heads frames intervals progress drawing
     models
     forward
     texts
