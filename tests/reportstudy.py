@@ -16,6 +16,7 @@ from headwise.artefacts import save_artefact, write_text
 from headwise.diagnosis.values import Pooled, Profile, SinkRate, Thresholds, diagnosis_from
 from headwise.heads import Head, all_heads
 from headwise.intervals import mean_interval
+from headwise.models.model_info import ModelInfo
 from headwise.plasticity.settings import PlasticitySettings
 from headwise.plasticity.values import (
     DistanceMap,

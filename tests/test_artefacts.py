@@ -121,4 +121,4 @@ def test_the_hash_knows_where_parts_end():
 
 
 def test_versions_name_what_can_change_a_number():
-    assert set(versions()) == {"headwise", "torch", "transformers"}
+    assert set(versions()) == {"headwise", "torch", "transformers", "numpy", "scipy"}

@@ -387,8 +387,8 @@ def test_the_seed_moves_the_interval_and_nothing_else(small):
     before, after, _ = small
     draws = np.random.default_rng(0).normal(5, 1, (2, 30)).tolist()
     sides = evaluated(before, draws[0]), evaluated(after, draws[1])
-    first, other = (compare(*sides, seed=seed).body for seed in (0, 1))
-    assert first == compare(*sides).body
+    first, other = (compare(*sides, seed=seed).to_json() for seed in (0, 1))
+    assert first == compare(*sides).to_json()
     left, right = (body["losses"]["prose"]["difference"] for body in (first, other))
     assert left["value"] == right["value"]
     assert (left["low"], left["high"]) != (right["low"], right["high"])

@@ -10,6 +10,7 @@ import torch
 from conftest import tiny_language_model
 from headwise.artefacts import load_artefact
 from headwise.errors import HeadwiseError, TextError
+from headwise.models.loaded_model import LoadedModel
 from headwise.proof.completed_texts import (
     Completion,
     Prompt,
@@ -42,7 +43,7 @@ def speaker(request):
 
 
 def texts(model, tokenizer, prompts=PROMPTS, sampling=SAMPLING, **options):
-    rows = complete_prompts(model, tokenizer, prompts, sampling, **options)
+    rows = complete_prompts(LoadedModel("tiny", model, tokenizer), prompts, sampling, **options)
     return [row.text for row in rows]
 
 

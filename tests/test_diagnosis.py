@@ -158,7 +158,13 @@ def test_the_artefact_holds_what_the_contract_promises(diagnosis, tmp_path):
     ):
         assert key in body, key
     assert body["provenance"]["texts"]["sha256"] == TextSet("", tuple(TEXTS)).sha256
-    assert set(body["provenance"]["versions"]) == {"headwise", "torch", "transformers"}
+    assert set(body["provenance"]["versions"]) == {
+        "headwise",
+        "torch",
+        "transformers",
+        "numpy",
+        "scipy",
+    }
     assert body["provenance"]["settings"]["max_length"] == 200
 
 

@@ -18,7 +18,7 @@ from scipy.stats import norm
 from headwise.artefacts import load_artefact, save_artefact
 from headwise.errors import ArtefactError, SettingsError
 from headwise.models.model_info import ModelInfo
-from headwise.plasticity.capture_info import CapturedTexts, CaptureInfo, CaptureSettings
+from headwise.plasticity.capture_info import CaptureInfo, CaptureSettings
 from headwise.plasticity.head_group import HeadResult, analyse_group
 from headwise.plasticity.normality import describe_sample, ks_distance, lilliefors_p_values
 from headwise.plasticity.query_model import reflect_onto
@@ -34,6 +34,7 @@ from headwise.plasticity.values import (
     PlasticitySummary,
     QueryMetrics,
 )
+from headwise.provenance import TextInfo
 
 DATA = Path(__file__).parent / "data" / "plasticity"
 EXPECTED = json.loads((DATA / "closed" / "expected.json").read_text())
@@ -344,7 +345,7 @@ def test_a_sampled_capture_may_have_gaps(small):
 def test_a_headwise_capture_says_what_it_holds(small):
     info = CaptureInfo(
         model=ModelInfo("org/model", "llama", "", 1, 4, 2, 5, 20, False, False, "rope", 100),
-        texts=CapturedTexts("t", 1, ""),
+        texts=TextInfo("t", 1, ""),
         settings=CaptureSettings(),
         heads=("L0H1",),
         capture_point="",

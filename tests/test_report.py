@@ -14,11 +14,12 @@ import pytest
 
 from headwise.diagnosis.survey import survey as survey_of
 from headwise.errors import ArtefactError, HeadwiseError
+from headwise.intervals import Interval
 from headwise.report import write as report
 from headwise.report.page import visible
 from headwise.report.paper.losses import against_stock
 from headwise.report.source import read_source
-from headwise.report.tables import Column, Estimate, make_table, to_csv, to_markdown
+from headwise.report.tables import Column, make_table, to_csv, to_markdown
 from headwise.report.verdict import judge
 from reportstudy import EVIL, build_study, diagnosis_of, stock_mass
 
@@ -37,6 +38,10 @@ def no_figures(monkeypatch):
 @pytest.fixture(scope="module")
 def tables(study):
     return {table.number: table for table in report.paper_tables(read_source(study))}
+
+
+def interval_of(body):
+    return Interval(body["value"], body["low"], body["high"])
 
 
 def rows_of(table, **match):
@@ -63,11 +68,11 @@ def test_counts_and_perplexities_are_those_of_the_artefacts(tables, study):
     body = read(study / "runs" / "sham-s1" / "evaluation.json")
     (row,) = rows_of(tables[2], condition="sham, seed 1")
     assert row["sink"] == body["diagnosis"]["counts"]["sink"]
-    assert row["held-out ppl"] == Estimate.of(body["text_sets"]["heldout"]["perplexity"])
+    assert row["held-out ppl"] == interval_of(body["text_sets"]["heldout"]["perplexity"])
     assert row["weights in patch"] == body["patches"][0]["num_weights"]
     (row,) = rows_of(tables[3], condition="sham, seed 1", **{"text set": "heldout-union"})
     paired = read(study / "runs" / "sham-s1" / "comparison.json")["losses"]["heldout-union"]
-    assert row["loss - stock (nats)"] == Estimate.of(paired["difference"])
+    assert row["loss - stock (nats)"] == interval_of(paired["difference"])
     assert row["reading"] == paired["verdict"]
 
 
@@ -75,7 +80,7 @@ def test_arms_carry_the_paired_statistics_of_the_summary(tables, study):
     summary = read(study / "summary.json")
     (row,) = rows_of(tables[4], arm="gradient-only")
     told = summary["against_stock"]["gradient-only"]["heldout"]
-    assert row["loss - stock (nats)"] == Estimate.of(told)
+    assert row["loss - stock (nats)"] == interval_of(told)
     functional = [r["functional"] for r in summary["arms"]["gradient-only"]["recovery"]]
     assert row["functionally recovered"] == sum(functional) / len(functional)
 
@@ -110,7 +115,7 @@ def test_the_column_table_shows_healthy_heads_that_were_operated_on(tables, stud
     rows = rows_of(tables[8], condition="column, seed 0")
     assert [row["head"] for row in rows] == [f"L{layer}H3" for layer in range(2, 7)]
     cost = read(study / "stock" / "evaluation.json")["heads"]["ablation_zero"]["L2H3"]
-    assert rows[0]["ablation cost, stock"] == Estimate.of(cost)
+    assert rows[0]["ablation cost, stock"] == interval_of(cost)
 
 
 def test_the_post_operation_loss_is_the_validation_at_step_0(tables):
@@ -268,7 +273,7 @@ def test_a_single_run_has_a_report(study, tmp_path, no_figures):
     assert source.stock.diagnosis["classes"] == stock.diagnosis["classes"]
     assert source.stock.maps["first_token_mass"] == pytest.approx(stock.maps["first_token_mass"])
     paired = read(run / "comparison.json")["losses"]["heldout"]["difference"]
-    assert against_stock(source, "gradient-only") == Estimate.of(paired)
+    assert against_stock(source, "gradient-only") == interval_of(paired)
 
 
 def test_a_run_that_was_not_judged_yet_still_has_a_page(study, tmp_path, no_figures):

@@ -10,7 +10,6 @@ import pytest
 from headwise.diagnosis.bloom_maps import STOCK_MAPS, bloom_slopes, published_diagnoses
 from headwise.diagnosis.figures import diagnosis_figures, survey_panels
 from headwise.diagnosis.survey import (
-    format_indices,
     read_diagnoses,
     survey as survey_of,
 )
@@ -18,6 +17,7 @@ from headwise.diagnosis.values import threshold_sweep
 from headwise.diagnosis.view import survey_sheet
 from headwise.drawing import save_figure
 from headwise.errors import ArtefactError, HeadwiseError
+from headwise.heads import format_indices
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_every_figure_its_maps_allow_is_drawn_the_same_twice(tmp_path):
 def test_the_table_says_it_in_words(survey):
     found = survey_sheet(survey)
     columns, rows = found.columns, found.rows
-    assert columns[3:] == ["sick", "band", "layers sick in band", "slope~sick"]
+    assert columns[3:] == ("sick", "band", "layers sick in band", "slope~sick")
     assert rows[1][3] == "139 of 384 (36.2%)"
     assert rows[3][6] == "-0.96"
     assert format_indices([2, 3, 5, 6, 7, 9]) == "H2-3, H5-7, H9"
