@@ -31,7 +31,15 @@ from headwise.therapy.dose import choose_doses
 from headwise.therapy.never_worse import judged_blocks, validation_change
 from headwise.therapy.record import Therapy
 from headwise.therapy.repair import plan_sick_heads, repair
-from planned import TINY_RECIPE, plan_for, random_corpus, weight_bits
+from planned import TINY_RECIPE, plan_for, random_corpus, small_texts, weight_bits
+
+
+def numbered_corpus(**sizes):
+    """A random corpus whose validation blocks are documents of their own."""
+    corpus = random_corpus(**sizes)
+    rows = enumerate(corpus.validation)
+    return replace(corpus, validation=tuple(replace(b, index=(n,)) for n, b in rows))
+
 
 UNTRAINED = TINY_RECIPE.model_copy(update={"steps": 0})
 
@@ -82,8 +90,9 @@ def test_a_run_that_never_beats_its_start_is_the_sham(tiny, tmp_path):
     assert only.outcome == "unchanged"
 
 
-def test_a_run_that_learns_is_called_trained(tiny, tmp_path):
-    run = repair(tiny, plan_for(tiny.model), random_corpus(), TINY_RECIPE, out=tmp_path)
+def test_a_run_that_learns_is_called_trained(tmp_path):
+    loaded = LoadedModel("tiny", tiny_language_model("llama"), tiny_tokenizer())
+    run = repair(loaded, plan_for(loaded.model), small_texts(), TINY_RECIPE, out=tmp_path)
     assert run.state.best_step > 0
     assert run.outcome == "trained"
 
@@ -147,7 +156,7 @@ def test_auto_wakes_sleeping_heads_and_keeps_the_patch(asleep, tmp_path):
 
 def test_auto_ends_in_an_empty_patch_where_nothing_is_shown_to_be_better(tiny, tmp_path):
     plan = plan_for(tiny.model)
-    corpus = random_corpus(train=8, validation=3)
+    corpus = numbered_corpus(validation=3)
     ruinous = TINY_RECIPE.model_copy(update={"lr": 50.0, "clip": 1e6, "validation_blocks": 0})
     run = repair(tiny, plan, corpus, ruinous, out=tmp_path, treatment="auto")
     assert run.outcome == "empty"
@@ -161,7 +170,7 @@ def test_auto_ends_in_an_empty_patch_where_nothing_is_shown_to_be_better(tiny, t
 
 def test_auto_finds_no_head_to_treat_in_a_model_without_sick_heads(tmp_path):
     loaded = LoadedModel("tiny", tiny_language_model("llama"), tiny_tokenizer())
-    corpus = random_corpus(train=8, validation=3, length=24)
+    corpus = numbered_corpus(validation=3, length=24)
     plan = plan_sick_heads(loaded, corpus, TINY_RECIPE)
     assert plan.targets == ""
     run = repair(loaded, None, corpus, TINY_RECIPE, out=tmp_path, treatment="auto")
@@ -189,8 +198,8 @@ def test_an_empty_patch_is_a_patch_everywhere(tmp_path):
     patch.undo(loaded.model)
     assert weight_bits(loaded.model) == before
     texts = TextSet("few", ("a small text of some words", "another small text of words"))
-    stock = evaluate(loaded, texts, window=32)
-    after = evaluate(loaded, texts, patches=[patch], window=32)
+    stock = evaluate(loaded, [texts], max_length=32)
+    after = evaluate(loaded, [texts], patches=[patch], max_length=32)
     result = compare(stock, after)
     assert result.losses["few"].difference.value == 0
 
