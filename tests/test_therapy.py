@@ -13,6 +13,7 @@ from conftest import tiny_language_model, tiny_model, tiny_tokenizer
 from headwise.artefacts import load_artefact
 from headwise.diagnosis.diagnose import diagnose
 from headwise.errors import ArtefactError, SelectionError, TextError
+from headwise.forward.divergence import divergence
 from headwise.heads import Head
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.loading import load_model
@@ -21,6 +22,7 @@ from headwise.models.patch_info import PatchInfo
 from headwise.models.patient import patient_texts
 from headwise.proof.compare import compare
 from headwise.proof.evaluate import evaluate
+from headwise.surgery.job import hold
 from headwise.surgery.plan import SurgeryPlan, make_plan, plans_of
 from headwise.surgery.recipe import RECIPES, treatment_recipe
 from headwise.surgery.sink_directions import measure_directions
@@ -253,3 +255,34 @@ def test_therapy_json_is_the_same_after_a_round_trip(tmp_path):
     therapy.save(tmp_path)
     assert Therapy.load(tmp_path) == therapy
     assert json.loads((tmp_path / "therapy.json").read_text())["schema"] == "headwise.therapy/1"
+
+
+def kept_divergence(loaded, patch, blocks):
+    held = hold(loaded.model, blocks)
+    with patch.applied(loaded.model):
+        moved = hold(loaded.model, blocks)
+    pairs = zip(moved.hidden, held.hidden, blocks, strict=True)
+    return sum(float(divergence(loaded.model, a, b, block.lengths)) for a, b, block in pairs)
+
+
+def test_holding_a_model_to_stock_on_other_text_keeps_what_it_said_there(tmp_path):
+    loaded = LoadedModel("tiny", tiny_language_model("llama"), tiny_tokenizer())
+    plan, texts = plan_for(loaded.model), small_texts()
+    other = TextSet("other", tuple(f"{i * 7} {i} {i * i}" for i in range(20)))
+    recipe = TINY_RECIPE.model_copy(update={"validation_blocks": 0, "hold_weight": 10.0})
+    free = repair(loaded, plan, texts, recipe, out=tmp_path / "free", mode="gradient-only")
+    held = repair(
+        loaded, plan, texts, recipe, out=tmp_path / "held", mode="gradient-only", keep=other
+    )
+    blocks = build_corpus(
+        other, loaded.tokenizer, block=24, batch_tokens=2, validation_share=0.0
+    ).train
+    assert kept_divergence(loaded, Patch({}), blocks) == pytest.approx(0, abs=1e-6)
+    assert kept_divergence(loaded, held.patch, blocks) < 0.7 * kept_divergence(
+        loaded, free.patch, blocks
+    )
+    assert load_artefact(tmp_path / "held" / "run.json", "run")["kept"] == other.sha256
+    with pytest.raises(ArtefactError, match="kept differs"):
+        repair(
+            loaded, plan, texts, recipe, out=tmp_path / "held", mode="gradient-only", resume=True
+        )

@@ -19,6 +19,7 @@ from headwise.cli.options import (
     DoseAmount,
     Dtype,
     Figures,
+    Keep,
     LearningRate,
     Lines,
     LowEntropy,
@@ -222,6 +223,7 @@ def repair(
     mode: RepairMode = "surgery",
     treatment: TreatmentName = None,
     dose: DoseAmount = None,
+    keep: Keep = None,
     recipe: RecipeName = None,
     steps: Steps = None,
     lr: LearningRate = None,
@@ -265,6 +267,7 @@ def repair(
             force=force,
             excluded=default_texts(model).texts,
             tracker=tracker,
+            keep=read_texts(keep, lines=lines) if keep else None,
             progress=progress,
         )
     for line in _repaired(done, chosen):
