@@ -262,7 +262,9 @@ def kept_divergence(loaded, patch, blocks):
     with patch.applied(loaded.model):
         moved = hold(loaded.model, blocks)
     pairs = zip(moved.hidden, held.hidden, blocks, strict=True)
-    return sum(float(divergence(loaded.model, a, b, block.lengths)) for a, b, block in pairs)
+    return sum(
+        float(divergence(loaded.model, a, b, block.lengths).detach()) for a, b, block in pairs
+    )
 
 
 def test_holding_a_model_to_stock_on_other_text_keeps_what_it_said_there(tmp_path):
