@@ -315,7 +315,7 @@ def _repaired(done: RepairRun, plan: SurgeryPlan | None) -> Iterator[str]:
 _OUTCOMES = {
     "": "",
     "trained": "",
-    "sham": ": the sham, the operation without training (no step was better, or none was asked for)",
+    "sham": ": the sham, the operation without training (no step was better, or none asked for)",
     "unchanged": ": no trained state was better than the model as it was",
     "empty": ": leaving the model alone is best",
 }
