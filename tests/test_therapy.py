@@ -13,6 +13,7 @@ from conftest import tiny_language_model, tiny_model, tiny_tokenizer
 from headwise.artefacts import load_artefact
 from headwise.diagnosis.diagnose import diagnose
 from headwise.errors import ArtefactError, SelectionError, TextError
+from headwise.forward.divergence import divergence
 from headwise.heads import Head
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.loading import load_model
@@ -21,6 +22,7 @@ from headwise.models.patch_info import PatchInfo
 from headwise.models.patient import patient_texts
 from headwise.proof.compare import compare
 from headwise.proof.evaluate import evaluate
+from headwise.surgery.job import hold
 from headwise.surgery.plan import SurgeryPlan, make_plan, plans_of
 from headwise.surgery.recipe import RECIPES, treatment_recipe
 from headwise.surgery.sink_directions import measure_directions
@@ -31,7 +33,15 @@ from headwise.therapy.dose import choose_doses
 from headwise.therapy.never_worse import judged_blocks, validation_change
 from headwise.therapy.record import Therapy
 from headwise.therapy.repair import plan_sick_heads, repair
-from planned import TINY_RECIPE, plan_for, random_corpus, weight_bits
+from planned import TINY_RECIPE, plan_for, random_corpus, small_texts, weight_bits
+
+
+def numbered_corpus(**sizes):
+    """A random corpus whose validation blocks are documents of their own."""
+    corpus = random_corpus(**sizes)
+    rows = enumerate(corpus.validation)
+    return replace(corpus, validation=tuple(replace(b, index=(n,)) for n, b in rows))
+
 
 UNTRAINED = TINY_RECIPE.model_copy(update={"steps": 0})
 
@@ -82,8 +92,9 @@ def test_a_run_that_never_beats_its_start_is_the_sham(tiny, tmp_path):
     assert only.outcome == "unchanged"
 
 
-def test_a_run_that_learns_is_called_trained(tiny, tmp_path):
-    run = repair(tiny, plan_for(tiny.model), random_corpus(), TINY_RECIPE, out=tmp_path)
+def test_a_run_that_learns_is_called_trained(tmp_path):
+    loaded = LoadedModel("tiny", tiny_language_model("llama"), tiny_tokenizer())
+    run = repair(loaded, plan_for(loaded.model), small_texts(), TINY_RECIPE, out=tmp_path)
     assert run.state.best_step > 0
     assert run.outcome == "trained"
 
@@ -147,7 +158,7 @@ def test_auto_wakes_sleeping_heads_and_keeps_the_patch(asleep, tmp_path):
 
 def test_auto_ends_in_an_empty_patch_where_nothing_is_shown_to_be_better(tiny, tmp_path):
     plan = plan_for(tiny.model)
-    corpus = random_corpus(train=8, validation=3)
+    corpus = numbered_corpus(validation=3)
     ruinous = TINY_RECIPE.model_copy(update={"lr": 50.0, "clip": 1e6, "validation_blocks": 0})
     run = repair(tiny, plan, corpus, ruinous, out=tmp_path, treatment="auto")
     assert run.outcome == "empty"
@@ -161,7 +172,7 @@ def test_auto_ends_in_an_empty_patch_where_nothing_is_shown_to_be_better(tiny, t
 
 def test_auto_finds_no_head_to_treat_in_a_model_without_sick_heads(tmp_path):
     loaded = LoadedModel("tiny", tiny_language_model("llama"), tiny_tokenizer())
-    corpus = random_corpus(train=8, validation=3, length=24)
+    corpus = numbered_corpus(validation=3, length=24)
     plan = plan_sick_heads(loaded, corpus, TINY_RECIPE)
     assert plan.targets == ""
     run = repair(loaded, None, corpus, TINY_RECIPE, out=tmp_path, treatment="auto")
@@ -189,8 +200,8 @@ def test_an_empty_patch_is_a_patch_everywhere(tmp_path):
     patch.undo(loaded.model)
     assert weight_bits(loaded.model) == before
     texts = TextSet("few", ("a small text of some words", "another small text of words"))
-    stock = evaluate(loaded, texts, window=32)
-    after = evaluate(loaded, texts, patches=[patch], window=32)
+    stock = evaluate(loaded, [texts], max_length=32)
+    after = evaluate(loaded, [texts], patches=[patch], max_length=32)
     result = compare(stock, after)
     assert result.losses["few"].difference.value == 0
 
@@ -244,3 +255,36 @@ def test_therapy_json_is_the_same_after_a_round_trip(tmp_path):
     therapy.save(tmp_path)
     assert Therapy.load(tmp_path) == therapy
     assert json.loads((tmp_path / "therapy.json").read_text())["schema"] == "headwise.therapy/1"
+
+
+def kept_divergence(loaded, patch, blocks):
+    held = hold(loaded.model, blocks)
+    with patch.applied(loaded.model):
+        moved = hold(loaded.model, blocks)
+    pairs = zip(moved.hidden, held.hidden, blocks, strict=True)
+    return sum(
+        float(divergence(loaded.model, a, b, block.lengths).detach()) for a, b, block in pairs
+    )
+
+
+def test_holding_a_model_to_stock_on_other_text_keeps_what_it_said_there(tmp_path):
+    loaded = LoadedModel("tiny", tiny_language_model("llama"), tiny_tokenizer())
+    plan, texts = plan_for(loaded.model), small_texts()
+    other = TextSet("other", tuple(f"{i * 7} {i} {i * i}" for i in range(20)))
+    recipe = TINY_RECIPE.model_copy(update={"validation_blocks": 0, "hold_weight": 10.0})
+    free = repair(loaded, plan, texts, recipe, out=tmp_path / "free", mode="gradient-only")
+    held = repair(
+        loaded, plan, texts, recipe, out=tmp_path / "held", mode="gradient-only", keep=other
+    )
+    blocks = build_corpus(
+        other, loaded.tokenizer, block=24, batch_tokens=2, validation_share=0.0
+    ).train
+    assert kept_divergence(loaded, Patch({}), blocks) == pytest.approx(0, abs=1e-6)
+    assert kept_divergence(loaded, held.patch, blocks) < 0.7 * kept_divergence(
+        loaded, free.patch, blocks
+    )
+    assert load_artefact(tmp_path / "held" / "run.json", "run")["kept"] == other.sha256
+    with pytest.raises(ArtefactError, match="kept differs"):
+        repair(
+            loaded, plan, texts, recipe, out=tmp_path / "held", mode="gradient-only", resume=True
+        )

@@ -19,6 +19,7 @@ from headwise.cli.options import (
     DoseAmount,
     Dtype,
     Figures,
+    Keep,
     LearningRate,
     Lines,
     LowEntropy,
@@ -222,6 +223,7 @@ def repair(
     mode: RepairMode = "surgery",
     treatment: TreatmentName = None,
     dose: DoseAmount = None,
+    keep: Keep = None,
     recipe: RecipeName = None,
     steps: Steps = None,
     lr: LearningRate = None,
@@ -265,6 +267,7 @@ def repair(
             force=force,
             excluded=default_texts(model).texts,
             tracker=tracker,
+            keep=read_texts(keep, lines=lines) if keep else None,
             progress=progress,
         )
     for line in _repaired(done, chosen):
@@ -312,7 +315,7 @@ def _repaired(done: RepairRun, plan: SurgeryPlan | None) -> Iterator[str]:
 _OUTCOMES = {
     "": "",
     "trained": "",
-    "sham": ": the sham, for no trained state was better than the operation without training",
+    "sham": ": the sham, the operation without training (no step was better, or none asked for)",
     "unchanged": ": no trained state was better than the model as it was",
     "empty": ": leaving the model alone is best",
 }

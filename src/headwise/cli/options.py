@@ -96,6 +96,12 @@ TreatmentName = Annotated[
 DoseAmount = Annotated[float | None, typer.Option("--dose", help="How much of the treatment.")]
 
 
+Keep = Annotated[
+    list[str] | None,
+    typer.Option(help="Texts on which the model is held to what it said.", show_default=False),
+]
+
+
 RecipeName = Annotated[str | None, typer.Option(help="A bundled recipe or a .yaml file.")]
 
 

@@ -6,7 +6,7 @@ The frozen layers below the operation run without gradients, or are read from a 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +36,27 @@ Tracker = Callable[[Mapping[str, float], int], None]
 
 
 @dataclass(frozen=True)
+class Held:
+    """Blocks of text to keep, and what the stock model's output head saw on them.
+
+    The output head is never trained, so the stock model's predictions need nothing else.
+    """
+
+    blocks: tuple[Batch, ...] = field(repr=False)
+    hidden: tuple[Tensor, ...] = field(repr=False)
+
+
+def hold(model: PreTrainedModel, blocks: Sequence[Batch]) -> Held:
+    """What the model says on some blocks, before anything is done to it."""
+    seen = []
+    with torch.no_grad(), tapped(model):
+        for block in blocks:
+            ids = block.ids.to(device_of(model))
+            seen.append(model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+    return Held(tuple(blocks), tuple(seen))
+
+
+@dataclass(frozen=True)
 class Job:
     """What a run trains, on what, and how."""
 
@@ -50,6 +71,7 @@ class Job:
     track: Tracker | None = None
     before: MassMap | None = None  # first-token mass on the probe before the operation
     title: str = "training"  # what progress calls it
+    held: Held | None = None  # other text, on which the model shall say what stock says
 
     @contextmanager
     def forward(self) -> Iterator[None]:

@@ -33,6 +33,8 @@ class Recipe(BaseModel):
     patience: int = Field(default=6, ge=1)  # validations without a better loss before stopping
     save_every: int = Field(default=50, ge=1)
     keep: int = Field(default=2, ge=1)  # checkpoints kept besides the best
+    hold_weight: float = Field(default=1.0, ge=0)  # of KL to stock, if there is text to keep
+    hold_blocks: int = Field(default=4, ge=1)  # blocks of that text a step
     map_every: int = Field(default=10, ge=1)  # steps between head maps
 
     @property

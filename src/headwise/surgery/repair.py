@@ -26,7 +26,7 @@ from headwise.models.patch import Patch, Slice
 from headwise.progress import Progress, silent
 from headwise.settings import changed
 from headwise.surgery.checkpoints import load_best
-from headwise.surgery.job import PREFIX, Job, Tracker
+from headwise.surgery.job import PREFIX, Held, Job, Tracker, hold
 from headwise.surgery.lora import LoraAdapter
 from headwise.surgery.modes import TRAINED, Mode, random_heads_plan, require_treated_mode
 from headwise.surgery.operation import require_planned_model, silence, unchanged
@@ -39,8 +39,11 @@ from headwise.surgery.sink_directions import measure_directions
 from headwise.surgery.slice_training import make_masters, master_slices
 from headwise.surgery.training import train
 from headwise.surgery.treatments import measured_layers, prescribed, treat, with_treatment
-from headwise.texts.corpus import Corpus, build_corpus
+from headwise.texts.corpus import Corpus, build_corpus, spread_blocks
 from headwise.texts.text_sets import TextSet, as_text_set, default_corpus
+
+_HELD_BLOCKS = 64  # blocks of kept text whose hidden states stay in memory
+
 
 _MEAN_BLOCKS = 32  # blocks for the heads' mean outputs (compensate: mean)
 
@@ -72,6 +75,7 @@ def repair(
     tracker: str | None = None,
     treatment: str | None = None,
     dose: float | None = None,
+    keep: TextSet | Sequence[str] | None = None,
     progress: Progress = silent,
 ) -> RepairRun:
     """Repair in one mode and write `out/`; the model is left as it was, the result is the patch.
@@ -92,12 +96,13 @@ def repair(
     if mode not in TRAINED:
         recipe = changed(recipe, steps=0)
     blocks = repair_corpus(corpus, loaded, recipe, excluded)
-    settings = asked_settings(plan, recipe, mode, seed, blocks, fingerprint)
+    settings = asked_settings(plan, recipe, mode, seed, blocks, fingerprint, keep)
     if is_finished(settings, out, resume=resume):
         return finished_run(out)
     if not (out / RUN).exists():
         settings.save(out)
     job = _job(model, settings, blocks, out, _tracker(tracker, out, settings))
+    job = replace(job, held=_held(loaded, keep, recipe, excluded))
     patch, state = _run(job, settings, resume, progress)
     patch.save(out / PATCH)
     outcome = _outcome(settings, state)
@@ -121,11 +126,40 @@ def _outcome(settings: RunSettings, state: RunState) -> Outcome:
 
 
 def asked_settings(
-    plan: SurgeryPlan, recipe: Recipe, mode: Mode, seed: int, corpus: Corpus, fingerprint: str
+    plan: SurgeryPlan,
+    recipe: Recipe,
+    mode: Mode,
+    seed: int,
+    corpus: Corpus,
+    fingerprint: str,
+    keep: TextSet | Sequence[str] | None = None,
 ) -> RunSettings:
     """What a run is asked to do, on this machine."""
     threads = torch.get_num_threads()
-    return RunSettings(plan.model.id, fingerprint, plan, recipe, mode, seed, corpus.info, threads)
+    settings = RunSettings(
+        plan.model.id, fingerprint, plan, recipe, mode, seed, corpus.info, threads
+    )
+    return settings if keep is None else replace(settings, kept=as_text_set(keep, "").sha256)
+
+
+def _held(
+    loaded: LoadedModel,
+    keep: TextSet | Sequence[str] | None,
+    recipe: Recipe,
+    excluded: Sequence[str],
+) -> Held | None:
+    """The stock model's behaviour on the text that it shall keep."""
+    if keep is None or not recipe.steps:
+        return None
+    corpus = build_corpus(
+        as_text_set(keep, loaded.id),
+        loaded.tokenizer,
+        block=recipe.block,
+        batch_tokens=2,
+        validation_share=0.0,
+        excluded=excluded,
+    )
+    return hold(loaded.model, spread_blocks(corpus.train, _HELD_BLOCKS))
 
 
 def repair_corpus(

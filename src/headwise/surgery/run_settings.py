@@ -21,7 +21,7 @@ Outcome = Literal["", "trained", "sham", "unchanged", "empty"]  # of the patch; 
 RUN, PATCH = "run.json", "patch.safetensors"
 
 
-_DECISIVE = ("model", "plan", "recipe", "mode", "seed", "corpus")
+_DECISIVE = ("model", "plan", "recipe", "mode", "seed", "corpus", "kept")
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class RunSettings:
     threads: int
     versions: Mapping[str, str] = field(default_factory=versions, repr=False)
     finished: bool = False
+    kept: str = ""  # hash of the text on which the model was held to stock
     outcome: Outcome = ""  # sham: the best validated state was the untrained operation
 
     def to_json(self) -> dict[str, Any]:

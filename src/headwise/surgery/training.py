@@ -16,6 +16,7 @@ from contextlib import contextmanager
 import torch
 
 from headwise.errors import TrainingError
+from headwise.forward.divergence import divergence
 from headwise.forward.losses import shifted_targets, summed_loss
 from headwise.models.architectures import device_of
 from headwise.progress import Progress, silent
@@ -26,7 +27,7 @@ from headwise.surgery.checkpoints import (
     save_best,
     save_checkpoint,
 )
-from headwise.surgery.job import Job, last_hidden
+from headwise.surgery.job import Held, Job, last_hidden
 from headwise.surgery.probes import first_token_map, mean_loss
 from headwise.surgery.recipe import Recipe, learning_rate
 from headwise.surgery.run_state import RunState, StepMap, TrainStep, Validation
@@ -99,6 +100,8 @@ def _step(job: Job, optimizer: torch.optim.Optimizer, step: int) -> TrainStep:
     blocks = step_blocks(job.corpus, job.recipe, job.seed, step)
     tokens = sum(int((block.lengths - 1).sum()) for _, block in blocks)
     loss = backward_step(job, blocks, tokens)
+    if job.held is not None:
+        _backward_held(job, job.held, step)
     rate = learning_rate(job.recipe, step)
     norm = optimizer_step(job, optimizer, rate, apply=math.isfinite(loss))
     speed = round(tokens / (time.perf_counter() - started), 1)
@@ -138,6 +141,19 @@ def backward_step(job: Job, blocks: list[tuple[int, Batch]], tokens: int) -> flo
             loss.backward()
             total += float(loss.detach())
     return total
+
+
+def _backward_held(job: Job, held: Held, step: int) -> None:
+    """Add the gradients of the weighted KL to stock on this step's blocks of kept text."""
+    count = job.recipe.hold_blocks
+    with job.forward():
+        for i in range(count):
+            place = block_at(len(held.blocks), job.seed, step * count + i)
+            block = held.blocks[place]
+            ids = block.ids.to(device_of(job.model))
+            hidden = job.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            apart = divergence(job.model, hidden, held.hidden[place], block.lengths)
+            (apart * (job.recipe.hold_weight / count)).backward()
 
 
 def step_blocks(corpus: Corpus, recipe: Recipe, seed: int, step: int) -> list[tuple[int, Batch]]:

@@ -30,6 +30,7 @@ from headwise.surgery.run_state import RunState
 from headwise.surgery.sink_directions import measure_directions
 from headwise.surgery.treatments import Dose, Prescription, with_prescription
 from headwise.texts.corpus import Corpus, spread_blocks
+from headwise.texts.text_sets import TextSet
 from headwise.therapy.dose import DOSE_BLOCKS, NEGLIGIBLE, DoseChoice, choose_doses
 from headwise.therapy.never_worse import count_documents, judged_blocks, validation_change
 from headwise.therapy.record import THERAPY, Therapy
@@ -54,13 +55,14 @@ def repair_automatically(
     resume: bool = False,
     force: bool = False,
     tracker: str | None = None,
+    keep: TextSet | Sequence[str] | None = None,
     progress: Progress = silent,
 ) -> AutoRun:
     """Treat each of the plan's heads as it needs, or none; the result is the patch in `out`."""
     model = loaded.model
     fingerprint = require_planned_model(model, plan, force=force)
     _require_validation(corpus)
-    asked = asked_settings(plan, recipe, "surgery", seed, corpus, fingerprint)
+    asked = asked_settings(plan, recipe, "surgery", seed, corpus, fingerprint, keep)
     if not resume:
         is_finished(asked, out, resume=False)  # refuses a folder that holds another run
     therapy = _earlier(asked, out) if resume else None
@@ -81,6 +83,7 @@ def repair_automatically(
         resume=resume,
         force=force,
         tracker=tracker,
+        keep=keep,
         progress=progress,
     )
     return _judged(model, run, therapy, corpus, recipe, progress)
@@ -105,7 +108,7 @@ def _earlier(asked: RunSettings, out: Path) -> Therapy | None:
 
 def _identity(asked: RunSettings) -> dict[str, object]:
     body = asked.to_json()
-    return {key: body[key] for key in ("model", "plan", "recipe", "seed", "corpus")}
+    return {key: body[key] for key in ("model", "plan", "recipe", "seed", "corpus", "kept")}
 
 
 def _chosen(

@@ -38,12 +38,14 @@ def repair(
     force: bool = False,
     excluded: Sequence[str] = (),
     tracker: str | None = None,
+    keep: TextSet | Sequence[str] | None = None,
     progress: Progress = silent,
 ) -> RepairRun:
     """Repair in one mode and write `out/`; the model is left as it was, the result is the patch.
 
     `treatment="auto"` chooses per head and ends in an empty patch unless the repaired model is
     better than stock on validation text with 95% confidence; without a plan it treats sick heads.
+    On `keep` texts the model is held to what stock says (the recipe's `hold_weight` times the KL).
     """
     chosen = recipe or recipe_for(loaded, treatment)
     blocks = repair_corpus(corpus, loaded, chosen, excluded)
@@ -60,6 +62,7 @@ def repair(
             resume=resume,
             force=force,
             tracker=tracker,
+            keep=keep,
             progress=progress,
         ).run
     return repair_heads(
@@ -75,6 +78,7 @@ def repair(
         resume=resume,
         force=force,
         tracker=tracker,
+        keep=keep,
         progress=progress,
     )
 
