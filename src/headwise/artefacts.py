@@ -50,6 +50,12 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> Path:
     return path
 
 
+def sweep(folder: Path) -> None:
+    """Remove the temporary files that a killed process left; only whoever resumes may call it."""
+    for half_written in Path(folder).rglob(".*.tmp"):
+        half_written.unlink(missing_ok=True)
+
+
 def _umask() -> int:
     current = os.umask(0)
     os.umask(current)

@@ -93,6 +93,8 @@ def _num_parameters(hidden: int | None, num_layers: int) -> int | None:
 def bloom_slopes(num_heads: int) -> Float[np.ndarray, " head"]:
     """ALiBi slopes of BLOOM: powers of 2^(-8/n) for a power of two n, odd half powers beyond it."""
     whole = 2 ** int(math.log2(num_heads))
-    base = 2.0 ** (-8 / whole)
-    halves = np.sqrt(base) ** (2 * np.arange(num_heads - whole) + 1)
-    return np.concatenate([base ** np.arange(1, whole + 1), halves])
+    base = np.float32(2.0 ** (-8 / whole))  # in float32, as BLOOM executes them
+    half = np.float32(2.0 ** (-4 / whole))
+    odd = np.arange(1, 2 * (num_heads - whole), 2, dtype=np.float32)
+    powers = np.arange(1, whole + 1, dtype=np.float32)
+    return np.concatenate([base**powers, half**odd]).astype(float)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -80,9 +80,9 @@ class Patch:
         return replace(self.info, path=told, num_weights=self.num_weights)
 
     @contextmanager
-    def applied(self, model: PreTrainedModel) -> Iterator[None]:
+    def applied(self, model: PreTrainedModel, *, force: bool = False) -> Iterator[None]:
         """The model with the patch while open; afterwards its bits are what they were."""
-        self.apply(model)
+        self.apply(model, force=force)
         try:
             yield
         finally:
@@ -141,16 +141,11 @@ class Patch:
 def applied(
     model: PreTrainedModel, patches: Sequence[Patch], *, force: bool = False
 ) -> Iterator[None]:
-    """The model with patches on it, in order; afterwards it is as it was."""
-    done: list[Patch] = []
-    try:
+    """The model with several patches on it, in order."""
+    with ExitStack() as stack:
         for patch in patches:
-            patch.apply(model, force=force)
-            done.append(patch)
+            stack.enter_context(patch.applied(model, force=force))
         yield
-    finally:
-        for patch in reversed(done):
-            patch.undo(model, force=True)
 
 
 def _fits(part: Slice, tensor: Tensor | None) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headwise.artefacts import load_artefact, save_artefact, versions
+from headwise.artefacts import load_artefact, save_artefact, sweep, versions
 from headwise.diagnosis.diagnose import diagnose
 from headwise.diagnosis.values import Diagnosis
 from headwise.errors import ArtefactError, SelectionError
@@ -76,6 +76,7 @@ class StudySetting:
 def run_study(study: Study, *, out: Path, progress: Progress = silent) -> Path:
     """Run, or go on with, a study; returns its folder."""
     _require_same(study, out)
+    sweep(out)
     loaded = load_model(study.model, dtype=study.dtype, device_map=study.device_map)
     setting = StudySetting(study, out, loaded, study.heldout_texts(), progress)
     stock = _stock_diagnosis(setting)

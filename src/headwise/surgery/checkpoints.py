@@ -45,8 +45,7 @@ def fresh_state(job: Job) -> RunState:
 
 def restore_checkpoint(job: Job, optimizer: torch.optim.Optimizer) -> RunState:
     """The newest checkpoint, or a fresh start if the run was killed before its first one."""
-    for half_written in job.out.rglob(".*.tmp"):  # a kill may leave one behind
-        half_written.unlink(missing_ok=True)
+    sweep(job.out)
     found = kept_checkpoints(job.out)
     if not found:
         return fresh_state(job)
