@@ -28,7 +28,7 @@ from headwise.models.architectures import alibi_slopes, geometry_of
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.progress import Progress, silent, track
 from headwise.provenance import MeasureSettings, Provenance
-from headwise.texts.batches import DEFAULT_MAX_LENGTH, batches, encode_texts
+from headwise.texts.batches import DEFAULT_MAX_LENGTH, batches, encode_for
 from headwise.texts.text_sets import TextSet, as_text_set
 
 SINK_RATE_EPSILON = 0.3  # Gu et al. 2410.10781
@@ -42,18 +42,15 @@ def diagnose(
     max_length: int = DEFAULT_MAX_LENGTH,
     batch_size: int = 4,
     skip_queries: int = 0,
-    bos: bool = False,
+    bos: bool | None = None,
     thresholds: Thresholds | None = None,
     progress: Progress = silent,
 ) -> Diagnosis:
-    """Measure and classify every head of a loaded model."""
+    """Measure and classify every head of a loaded model; `bos` overrules its first token."""
+    loaded, max_length = loaded.starting_with(bos), loaded.length(max_length)
     model, chosen = loaded.model, as_text_set(texts, loaded.id)
-    encoded = encode_texts(
-        loaded.tokenizer,
-        chosen.texts,
-        max_length=max_length,
-        bos=bos,
-        minimum=max(2, skip_queries + 1),
+    encoded = encode_for(
+        loaded, chosen.texts, max_length=max_length, minimum=max(2, skip_queries + 1)
     )
     measured = measure_heads(
         model,
@@ -76,7 +73,7 @@ def diagnose(
         mlp_dormancy=weight_dormancy(model),
         provenance=Provenance(
             texts=chosen.describe(sum(lengths)),
-            settings=MeasureSettings(max_length, skip_queries, bos),
+            settings=MeasureSettings(max_length, skip_queries, loaded.bos),
             versions=versions(),
         ),
     )

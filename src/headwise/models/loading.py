@@ -26,6 +26,7 @@ from transformers.utils import logging as hf_logging
 
 from headwise.errors import ModelError
 from headwise.models.architectures import architecture_of
+from headwise.models.first_token import decide_first_token
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.offloading import held_tensor
 from headwise.models.patch import Patch
@@ -44,8 +45,12 @@ def load_model(
     device_map: str | None = None,
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
+    bos: bool | None = None,
 ) -> LoadedModel:
-    """Load a model and its tokenizer; float32 on CPU, bfloat16 on an accelerator by default."""
+    """Load a model and its tokenizer; float32 on CPU, bfloat16 on an accelerator by default.
+
+    `bos` says whether texts start with a BOS; without it that is decided here.
+    """
     path = patient_dir() if name in PATIENTS else Path(name)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     source: str = str(path) if path.exists() else name
@@ -63,7 +68,8 @@ def load_model(
     if name == "patient-empty":
         Patch.load(empty_patch_path()).apply(model, force=True)  # in any precision
     require_finite(model)
-    return LoadedModel(name, model.eval(), tokenizer)
+    model.eval()
+    return LoadedModel(name, model, tokenizer, decide_first_token(model, tokenizer, bos))
 
 
 def _load_tokenizer(source: str, options: dict[str, Any]) -> PreTrainedTokenizerBase:

@@ -120,6 +120,7 @@ class CompletionProvenance:
     prompts_sha256: str | None = field(default=None, metadata=OMITTED)
     versions: Mapping[str, str] = field(default_factory=versions)
     model: ModelInfo | None = field(default=None, metadata=OMITTED)
+    bos: bool | None = field(default=None, metadata=OMITTED)
 
 
 @dataclass(frozen=True)

@@ -64,19 +64,21 @@ class StudySetting:
                 block=recipe.block,
                 batch_tokens=recipe.batch_tokens,
                 excluded=heldout,
+                first_token=self.loaded.first_token,
             )
         return self.corpora[key]
 
     @property
     def max_length(self) -> int:
         """Tokens a held-out text is cut at, at most what the model was made for."""
-        return min(self.study.max_length, self.loaded.max_positions or self.study.max_length)
+        return self.loaded.length(self.study.max_length)
 
 
 def run_study(study: Study, *, out: Path, progress: Progress = silent) -> Path:
     """Run, or go on with, a study; returns its folder."""
     _require_same(study, out)
-    loaded = load_model(study.model, dtype=study.dtype, device_map=study.device_map)
+    loaded = load_model(study.model, dtype=study.dtype, device_map=study.device_map, bos=study.bos)
+    stage(str(loaded.first_token), progress)
     setting = StudySetting(study, out, loaded, study.heldout_texts(), progress)
     stock = _stock_diagnosis(setting)
     plans = {arm.name: _plan(stock, arm.plan or study.plan) for arm in study.arms}
@@ -158,6 +160,7 @@ def _evaluate(
         max_length=setting.max_length,
         max_texts=setting.study.max_texts,
         batch_size=setting.study.batch_size,
+        stock=_stock_diagnosis(setting) if patches else None,
         progress=setting.progress,
     )
 

@@ -56,6 +56,7 @@ class Study(_Strict):
     model: str = "patient"
     dtype: str | None = None
     device_map: str | None = None
+    bos: bool | None = None  # a BOS before every text, or none; by default decided at loading
     texts: list[str] = []  # held-out texts; empty: the model's default
     corpora: dict[str, list[str]] = {}  # name -> sources; `train` has a default for the patient
     plan: PlanChoice = PlanChoice(preset="pass1")

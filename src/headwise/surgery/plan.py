@@ -96,6 +96,7 @@ class SurgeryPlan(BaseModel):
     seed: int = 42
     treatments: dict[str, str] = {}  # treatment: its heads; targets not named are reinitialised
     doses: dict[str, float] = {}  # amounts by head or by treatment, else the treatment's own
+    bos: bool | None = None  # whether texts start with a BOS, as in the diagnosis
     summary: Annotated[PlanSummary | None, Empty] = None
 
     @property
@@ -212,6 +213,7 @@ def make_plan(
         compensate=compensate,
         kv_policy=kv_policy,
         seed=seed,
+        bos=None if (found := diagnosis.provenance.settings) is None else found.bos,
         summary=_summary(
             model, targets, operated_groups(targets, model.group, kv_policy), compensate
         ),

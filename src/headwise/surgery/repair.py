@@ -76,13 +76,17 @@ def repair(
     treatment: str | None = None,
     dose: float | None = None,
     keep: TextSet | Sequence[str] | None = None,
+    bos: bool | None = None,
     progress: Progress = silent,
 ) -> RepairRun:
     """Repair in one mode and write `out/`; the model is left as it was, the result is the patch.
 
     Without a `corpus` the patient is trained on its own; without a `recipe` the model's default is
-    used. `excluded` texts, those of a later evaluation, are left out of the corpus.
+    used. `excluded` texts, those of a later evaluation, are left out of the corpus. The first token
+    is the plan's; a `bos` that differs from it is refused.
     """
+    loaded = loaded.starting_with(bos).inheriting(plan.bos, "the plan")
+    plan = changed(plan, bos=loaded.bos)
     out, model = Path(out), loaded.model
     recipe = recipe or default_recipe(loaded.id)
     if not plan.targets:
@@ -104,6 +108,7 @@ def repair(
     job = _job(model, settings, blocks, out, _tracker(tracker, out, settings))
     job = replace(job, held=_held(loaded, keep, recipe, excluded))
     patch, state = _run(job, settings, resume, progress)
+    patch = replace(patch, documents=blocks.documents)
     patch.save(out / PATCH)
     outcome = _outcome(settings, state)
     replace(settings, finished=True, outcome=outcome).save(out)
@@ -177,6 +182,7 @@ def repair_corpus(
         block=recipe.block,
         batch_tokens=recipe.batch_tokens,
         excluded=excluded,
+        first_token=loaded.first_token,
     )
 
 
