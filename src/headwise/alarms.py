@@ -34,6 +34,15 @@ def loss_alarms(
     return ()
 
 
+def cure_alarms(before: float, after: float) -> tuple[Alarm, ...]:
+    """A model that was unusable as loaded and is usable now was loaded wrongly, not cured."""
+    told = (
+        f"unusable as loaded (loss {before:.2f} nats per token), {after:.2f} afterwards: that is "
+        "no cure of heads; look at the first token, the tokenizer and the precision"
+    )
+    return (Alarm("cured-an-unusable-model", told),)
+
+
 def joined(*groups: Iterable[Alarm]) -> tuple[Alarm, ...]:
     """All alarms in order, each once."""
     return tuple(dict.fromkeys(alarm for group in groups for alarm in group))

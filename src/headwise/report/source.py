@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
+from headwise.alarms import Alarm, joined
 from headwise.artefacts import load_artefact
 from headwise.diagnosis.values import Diagnosis, classify
 from headwise.errors import ArtefactError
@@ -139,6 +140,15 @@ class Source:
     def conditions(self) -> list[Condition]:
         """Stock first, then every judged pass of every run."""
         return [c for c in (self.stock, *self.runs) if c is not None]
+
+    @property
+    def alarms(self) -> tuple[Alarm, ...]:
+        """What every artefact here says against believing it."""
+        values: list[Diagnosis | Evaluation | Comparison | RunSettings | Completions | None] = []
+        for found in self.conditions:
+            values += [found.diagnosis, found.evaluation, found.comparison, found.run]
+        kept = [value.alarms for value in (*values, self.completions) if value is not None]
+        return joined(*kept)
 
     @property
     def model(self) -> ModelInfo | None:

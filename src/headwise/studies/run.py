@@ -35,11 +35,11 @@ from headwise.settings import changed
 from headwise.studies.study import PlanChoice, Study, StudyArm
 from headwise.studies.summary import summarise_study
 from headwise.surgery.plan import SurgeryPlan, make_plan, operated_heads
-from headwise.surgery.recipe import Recipe
+from headwise.surgery.recipe import Recipe, fit_positions
 from headwise.surgery.run_settings import PATCH, RUN
 from headwise.texts.corpus import Corpus, build_corpus
 from headwise.texts.text_sets import TextSet
-from headwise.therapy.repair import repair
+from headwise.therapy.repair import recipe_for, repair
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,11 @@ class StudySetting:
                 first_token=self.loaded.first_token,
             )
         return self.corpora[key]
+
+    def recipe(self, arm: StudyArm) -> Recipe:
+        """The recipe of an arm, fitted to the model where none is named."""
+        found = self.study.recipe_of(arm, recipe_for(self.loaded, arm.treatment))
+        return fit_positions(found, self.loaded.max_positions)
 
     @property
     def max_length(self) -> int:
@@ -206,7 +211,7 @@ def _one_pass(
         plan.save(folder / "plan.yaml")
     done = arm.treatment or arm.mode
     stage(f"{arm.name} s{seed}: {done} on {len(plan.target_heads)} heads", setting.progress)
-    recipe = setting.study.recipe_of(arm)
+    recipe = setting.recipe(arm)
     run = repair(
         setting.loaded,
         plan,
