@@ -195,7 +195,9 @@ def check(
 
 @app.command()
 def plan(
-    diagnosis: Annotated[Path, typer.Argument(help="diagnosis.json")],
+    diagnosis: Annotated[
+        Path, typer.Argument(help="diagnosis.json, evaluation.json, or a folder with one.")
+    ],
     heads: Annotated[str | None, typer.Option(help="e.g. 'L5-22H9-15 & sick'")] = None,
     preset: Annotated[str | None, typer.Option(help="pass1, pass2 or column")] = None,
     column: Annotated[int | None, typer.Option(help="Head index for the preset column.")] = None,
@@ -208,13 +210,28 @@ def plan(
     seed: Seed = 42,
     quiet: Quiet = False,
 ) -> None:
-    """Turn a diagnosis into a plan: which heads to operate on, and how."""
+    """Turn a diagnosis into a plan: which heads to operate on, and how.
+
+    \b
+    A selection joins parts with & (and), - (without), comma (or) and parentheses:
+      L5-22H9-15          layers 5 to 22, heads 9 to 15, both from 0
+      sick dead sink low_entropy healthy all band       (band: ALiBi models only)
+      first_token_mass > 0.9 & entropy < 1              any measure of the diagnosis
+      ablation_cost < 0.001                             with an evaluation.json
+      layer >= 4, head < 2
+
+    \b
+    Example: headwise plan out/d --heads 'sick & first_token_mass > 0.9' --out plan.yaml
+    """
     from headwise.cli.show import print_sheets
-    from headwise.diagnosis.values import Diagnosis
+    from headwise.proof.compare import read_snapshot
     from headwise.surgery.plan import make_plan
 
+    found = read_snapshot(diagnosis)
+    costs = {} if found.evaluation is None else {"ablation_cost": found.evaluation.cost_map()}
     made = make_plan(
-        Diagnosis.load(diagnosis),
+        found.diagnosis,
+        measures=costs,
         heads=heads,
         preset=choice(preset, "pass1", "pass2", "column"),
         column=column,

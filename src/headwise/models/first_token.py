@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from headwise.bundled import DATA
 from headwise.errors import ArtefactError, ModelError
@@ -83,9 +84,18 @@ def decide_first_token(
 def _stated(tokenizer: PreTrainedTokenizerBase) -> FirstToken | None:
     if _ids(tokenizer, "a")[:1] == [tokenizer.bos_token_id]:
         return FirstToken(True, "the tokenizer adds one", "tokenizer")
-    if tokenizer.init_kwargs.get("add_bos_token"):
+    if _declared(tokenizer):
         return FirstToken(True, "the model's metadata asks for one", "metadata")
     return None
+
+
+def _declared(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """`add_bos_token` as its file has it: transformers forgets it for a plain tokenizer.json."""
+    try:
+        config = get_tokenizer_config(tokenizer.name_or_path, local_files_only=True)
+    except (OSError, ValueError):
+        config = {}
+    return config.get("add_bos_token", tokenizer.init_kwargs.get("add_bos_token")) is True
 
 
 def measure_both(

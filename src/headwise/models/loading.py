@@ -108,11 +108,12 @@ def _convert_gguf(path: Path, folder: Path) -> None:
         tokenizer = _load_tokenizer(str(path.parent), options)
         model = _load_weights(str(path.parent), options, "float32", None, False)
     _forget_quantization(model)
-    tokenizer.init_kwargs["add_bos_token"] = _asks_for_bos(path)
     shutil.rmtree(folder, ignore_errors=True)
     with quietly():
         model.save_pretrained(folder, max_shard_size="1TB")
         tokenizer.save_pretrained(folder)
+    config = folder / "tokenizer_config.json"
+    write_text(config, to_json({**read_json(config), "add_bos_token": _asks_for_bos(path)}))
     with (folder / _WEIGHTS).open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     # written last: a folder without it is half a conversion

@@ -7,12 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import numpy as np
+from jaxtyping import Float
 from pydantic import Field
 
 from headwise.alarms import Alarm
 from headwise.artefacts import load_artefact, save_artefact
 from headwise.diagnosis.values import Diagnosis, Dormancy, HeadClass
 from headwise.frames import frame
+from headwise.heads import JOINT, Head
 from headwise.intervals import Interval
 from headwise.models.model_info import ModelInfo
 from headwise.models.patch_info import PatchInfo
@@ -150,6 +153,15 @@ class Evaluation:
     def to_json(self) -> dict[str, Any]:
         """The body of `evaluation.json`."""
         return plain_fields(self)
+
+    def cost_map(self) -> Float[np.ndarray, "layer head"]:
+        """Zero-ablation costs of single heads in nats per token; NaN where none was measured."""
+        costs = np.full(self.model.shape, np.nan)
+        for name, cost in self.heads.ablation_zero.items():
+            if not name.startswith(JOINT):
+                head = Head.parse(name)
+                costs[head.layer, head.index] = cost.value
+        return costs
 
     def to_frame(self) -> pd.DataFrame:
         """One row per ablated head or set: its cost with zeros and with means (needs pandas)."""
