@@ -41,8 +41,11 @@ def loaded(folder):
 
 def test_a_model_that_reads_only_behind_a_bos_gets_one_and_the_numbers_say_why(loaded):
     first = loaded.first_token
-    assert first.bos and first.needed and first.origin == "measured"
-    assert "with one" in first.reason and "without" in first.reason
+    assert first.bos
+    assert first.needed
+    assert first.origin == "measured"
+    assert "with one" in first.reason
+    assert "without" in first.reason
     assert str(first).startswith("first token: a BOS (measured: ")
 
 

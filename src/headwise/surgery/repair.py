@@ -204,6 +204,7 @@ def _held(
         batch_tokens=2,
         validation_share=0.0,
         excluded=excluded,
+        first_token=loaded.first_token,
     )
     return hold(loaded.model, spread_blocks(corpus.train, _HELD_BLOCKS))
 
