@@ -3,7 +3,8 @@
 `L5H14` is layer 5, query head 14, both from 0. A selection is a comma list of such names with
 ranges (`L5-22H9-15,L23H0`), the words `all`, `sick`, `dead`, `sink`, `low_entropy`, `healthy`,
 `band`, and the operators `&` (and), `-` (without) and `,` (or) with parentheses. A hyphen between
-digits is a range; a hyphen with spaces or before a word is the operator.
+digits is a range; a hyphen with spaces or before a word is the operator. A measure with a bound
+(`first_token_mass > 0.9`, `entropy < 1`, `layer >= 4`) is the set of heads that keep it.
 """
 
 from __future__ import annotations
@@ -66,8 +67,12 @@ def all_heads(num_layers: int, num_heads: int) -> list[Head]:
 
 
 _TOKEN = re.compile(
-    r"\s*(?:(?P<heads>L\d+(?:-\d+)?(?:H\d+(?:-\d+)?)?|H\d+(?:-\d+)?)|(?P<word>[a-z_]+)|(?P<op>[&,()+-]))"
+    r"\s*(?:(?P<measure>[a-z_]+\s*(?:[<>]=?)\s*-?\d+(?:\.\d+)?(?:e-?\d+)?)"
+    r"|(?P<heads>L\d+(?:-\d+)?(?:H\d+(?:-\d+)?)?|H\d+(?:-\d+)?)|(?P<word>[a-z_]+)|(?P<op>[&,()+-]))"
 )
+
+
+_LONGEST, _DEEPEST = 100_000, 50  # of a selection, and of its parentheses
 
 
 def select_heads(
@@ -76,11 +81,16 @@ def select_heads(
     num_layers: int,
     num_heads: int,
     sets: Mapping[str, Iterable[Head]] | None = None,
+    maps: Mapping[str, Float[np.ndarray, "layer head"]] | None = None,
 ) -> list[Head]:
-    """Evaluate a selection; `sets` gives meaning to words such as `sick` and `band`."""
+    """Evaluate a selection; `sets` gives meaning to words, `maps` to measures."""
+    if len(selection) > _LONGEST:
+        raise SelectionError(f"the selection has more than {_LONGEST:,} characters")
+    layers, indices = np.indices((num_layers, num_heads))
+    known = {"layer": layers, "head": indices, **(maps or {})}
     words = {"all": frozenset(all_heads(num_layers, num_heads))}
     words |= {name: frozenset(heads) for name, heads in (sets or {}).items()}
-    parser = _Selection(_tokens(selection), selection, words, num_layers, num_heads)
+    parser = _Selection(_tokens(selection), selection, words, known, num_layers, num_heads)
     return sorted(parser.parse())
 
 
@@ -129,8 +139,10 @@ class _Selection:
     tokens: list[str]
     text: str
     words: dict[str, frozenset[Head]]
+    maps: Mapping[str, Float[np.ndarray, "layer head"]]
     num_layers: int
     num_heads: int
+    depth: int = 0
 
     def parse(self) -> frozenset[Head]:
         if not self.tokens:
@@ -164,18 +176,35 @@ class _Selection:
             )
         token = self.tokens.pop(0)
         if token == "(":
+            self.depth += 1
+            if self.depth > _DEEPEST:
+                raise SelectionError(f"more than {_DEEPEST} parentheses within each other")
             heads = self._union()
+            self.depth -= 1
             if not self.tokens or self.tokens.pop(0) != ")":
                 raise SelectionError(f"{self.text!r} has an open parenthesis")
             return heads
         if token[0] in "LH":
             return self._heads(token)
+        if re.search("[<>]", token):
+            return self._measured(token)
         if token not in self.words:
             raise SelectionError(
                 f"{token!r} is not known in {self.text!r}",
                 fix=f"known words: {', '.join(sorted(self.words))}; heads look like L5H14",
             )
         return self.words[token]
+
+    def _measured(self, token: str) -> frozenset[Head]:
+        name, operator, bound = re.split(r"\s*([<>]=?)\s*", token)
+        if name not in self.maps:
+            raise SelectionError(
+                f"{name!r} is no measure that is known here",
+                fix=f"known: {', '.join(sorted(self.maps))}; ablation_cost comes with an "
+                "evaluation.json",
+            )
+        compare = {"<": np.less, "<=": np.less_equal, ">": np.greater, ">=": np.greater_equal}
+        return frozenset(heads_where(compare[operator](self.maps[name], float(bound))))
 
     def _heads(self, token: str) -> frozenset[Head]:
         match = re.fullmatch(r"(?:L(\d+)(?:-(\d+))?)?(?:H(\d+)(?:-(\d+))?)?", token)

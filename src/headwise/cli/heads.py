@@ -12,6 +12,8 @@ from headwise.cli.app import app, resumable
 from headwise.cli.options import (
     AllowPickle,
     BatchSize,
+    Block,
+    BlocksAPass,
     Bos,
     Corpus,
     Dead,
@@ -37,10 +39,12 @@ from headwise.cli.options import (
     Texts,
     Tracker,
     TreatmentName,
+    alarm,
     choice,
     chosen_texts,
     given_texts,
     load,
+    load_reader,
     wrote,
 )
 
@@ -58,7 +62,7 @@ def diagnose(
     max_length: MaxLength = 512,
     batch_size: BatchSize = 4,
     skip_queries: SkipQueries = 0,
-    bos: Bos = False,
+    bos: Bos = None,
     dead: Dead = 0.95,
     sink: Sink = 0.50,
     low_entropy: LowEntropy = 0.50,
@@ -77,7 +81,16 @@ def diagnose(
     from headwise.diagnosis.view import diagnosis_sheet
 
     chosen = chosen_texts(texts, lines, model, most=120)  # enough for a map, in seconds
-    loaded = load(model, dtype, device_map, allow_pickle, trust_remote_code)
+    loaded = load_reader(
+        model,
+        dtype,
+        device_map,
+        allow_pickle,
+        trust_remote_code,
+        bos=bos,
+        quiet=quiet,
+        max_length=max_length,
+    )
     with progress_bars(quiet) as progress:
         diagnosis = run(
             loaded,
@@ -85,7 +98,6 @@ def diagnose(
             max_length=max_length,
             batch_size=batch_size,
             skip_queries=skip_queries,
-            bos=bos,
             thresholds=Thresholds(dead, sink, low_entropy),
             progress=progress,
         )
@@ -98,6 +110,7 @@ def diagnose(
     screen.print(head_grid(diagnosis))
     screen.print(drawn(diagnosis_sheet(diagnosis)))
     wrote(written, quiet)
+    alarm(diagnosis.alarms)
 
 
 @app.command()
@@ -110,6 +123,7 @@ def survey(
     lines: Lines = False,
     max_length: MaxLength = 512,
     batch_size: BatchSize = 4,
+    bos: Bos = None,
     device_map: DeviceMap = None,
     dtype: Dtype = None,
     quiet: Quiet = False,
@@ -130,6 +144,7 @@ def survey(
             batch_size=batch_size,
             dtype=dtype,
             device_map=device_map,
+            bos=bos,
             progress=progress,
         )
     written = [
@@ -180,7 +195,9 @@ def check(
 
 @app.command()
 def plan(
-    diagnosis: Annotated[Path, typer.Argument(help="diagnosis.json")],
+    diagnosis: Annotated[
+        Path, typer.Argument(help="diagnosis.json, evaluation.json, or a folder with one.")
+    ],
     heads: Annotated[str | None, typer.Option(help="e.g. 'L5-22H9-15 & sick'")] = None,
     preset: Annotated[str | None, typer.Option(help="pass1, pass2 or column")] = None,
     column: Annotated[int | None, typer.Option(help="Head index for the preset column.")] = None,
@@ -193,13 +210,28 @@ def plan(
     seed: Seed = 42,
     quiet: Quiet = False,
 ) -> None:
-    """Turn a diagnosis into a plan: which heads to operate on, and how."""
+    """Turn a diagnosis into a plan: which heads to operate on, and how.
+
+    \b
+    A selection joins parts with & (and), - (without), comma (or) and parentheses:
+      L5-22H9-15          layers 5 to 22, heads 9 to 15, both from 0
+      sick dead sink low_entropy healthy all band       (band: ALiBi models only)
+      first_token_mass > 0.9 & entropy < 1              any measure of the diagnosis
+      ablation_cost < 0.001                             with an evaluation.json
+      layer >= 4, head < 2
+
+    \b
+    Example: headwise plan out/d --heads 'sick & first_token_mass > 0.9' --out plan.yaml
+    """
     from headwise.cli.show import print_sheets
-    from headwise.diagnosis.values import Diagnosis
+    from headwise.proof.compare import read_snapshot
     from headwise.surgery.plan import make_plan
 
+    found = read_snapshot(diagnosis)
+    costs = {} if found.evaluation is None else {"ablation_cost": found.evaluation.cost_map()}
     made = make_plan(
-        Diagnosis.load(diagnosis),
+        found.diagnosis,
+        measures=costs,
         heads=heads,
         preset=choice(preset, "pass1", "pass2", "column"),
         column=column,
@@ -227,10 +259,13 @@ def repair(
     recipe: RecipeName = None,
     steps: Steps = None,
     lr: LearningRate = None,
+    block: Block = None,
+    batch_size: BlocksAPass = None,
     lines: Lines = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Accept other weights.")] = False,
     tracker: Tracker = None,
+    bos: Bos = None,
     device_map: DeviceMap = None,
     dtype: Dtype = None,
     allow_pickle: AllowPickle = False,
@@ -241,23 +276,31 @@ def repair(
     """Operate on the plan's heads and train only their slices, or run a control."""
     from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import console
-    from headwise.settings import changed
     from headwise.surgery.modes import MODES
     from headwise.surgery.recipe import recipe_named
     from headwise.texts.text_sets import default_corpus, default_texts, read_texts
-    from headwise.therapy.repair import recipe_for, repair as run
+    from headwise.therapy.repair import repair as run
 
     chosen = _plan(plan, treatment)
     texts = read_texts(corpus, lines=lines) if corpus else default_corpus(model)
-    loaded = load(model, dtype, device_map, allow_pickle, trust_remote_code)
-    settings = recipe_named(recipe) if recipe else recipe_for(loaded, treatment)
-    changes = {key: v for key, v in (("steps", steps), ("lr", lr)) if v is not None}
+    loaded = load_reader(
+        model,
+        dtype,
+        device_map,
+        allow_pickle,
+        trust_remote_code,
+        bos=bos,
+        quiet=quiet,
+        inherited=[] if chosen is None else [(chosen.bos, f"the plan {plan}")],
+    )
+    changes = {"steps": steps, "lr": lr, "block": block, "batch_size": batch_size}
     with resumable(f"add --resume to go on in {out}"), progress_bars(quiet) as progress:
         done = run(
             loaded,
             chosen,
             texts,
-            changed(settings, **changes),
+            recipe_named(recipe) if recipe else None,
+            changes={key: value for key, value in changes.items() if value is not None},
             out=out,
             mode=choice(mode, *MODES),
             treatment=treatment,
@@ -274,6 +317,7 @@ def repair(
         console(quiet).print(line)
     names = ("patch.safetensors", "trace.jsonl", "maps.jsonl", "run.json", "therapy.json")
     wrote([out / name for name in names if (out / name).exists()], quiet)
+    alarm(done.alarms)
 
 
 def _plan(path: Path | None, treatment: str | None) -> SurgeryPlan | None:
@@ -298,7 +342,8 @@ def _repaired(done: RepairRun, plan: SurgeryPlan | None) -> Iterator[str]:
     if state.validations:
         first = state.validations[0]
         yield (
-            f"{done.mode}: validation loss {first.loss:.4f} at step {first.step}, "
+            f"{done.mode}: validation loss {_number(done.stock_loss)} in stock, "
+            f"{first.loss:.4f} at step {first.step}, "
             f"best {state.best_loss:.4f} at step {state.best_step} {state.stopped}"
         )
     elif not state.rows and state.step == 0:
@@ -310,6 +355,10 @@ def _repaired(done: RepairRun, plan: SurgeryPlan | None) -> Iterator[str]:
             "weights as the planned slices have"
             + (f", {plan.summary.trainable_weights:,})" if plan and plan.summary else ")")
         )
+
+
+def _number(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.4f}"
 
 
 _OUTCOMES = {

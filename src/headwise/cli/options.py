@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
+    from headwise.alarms import Alarm
     from headwise.models.loaded_model import LoadedModel
     from headwise.texts.text_sets import TextSet
 
@@ -44,7 +46,14 @@ MaxLength = Annotated[int, typer.Option(help="Cut each text at this many tokens.
 BatchSize = Annotated[int, typer.Option(help="Texts a forward pass.", min=1)]
 
 
-Bos = Annotated[bool, typer.Option("--bos", help="Force a BOS token in front of each text.")]
+Bos = Annotated[
+    bool | None,
+    typer.Option(
+        "--bos/--no-bos",
+        help="A BOS before each text; default: as the model needs it.",
+        show_default=False,
+    ),
+]
 
 
 SkipQueries = Annotated[int, typer.Option(help="Leave out the first N queries.", min=0)]
@@ -108,6 +117,14 @@ RecipeName = Annotated[str | None, typer.Option(help="A bundled recipe or a .yam
 Steps = Annotated[int | None, typer.Option(help="Optimizer steps.", min=0)]
 
 
+Block = Annotated[int | None, typer.Option(help="Tokens a training block.", min=8)]
+
+
+BlocksAPass = Annotated[
+    int | None, typer.Option("--batch-size", help="Blocks a forward pass.", min=1)
+]
+
+
 LearningRate = Annotated[float | None, typer.Option(help="Peak learning rate.")]
 
 
@@ -143,6 +160,60 @@ def load(
     return load_model(
         name, dtype=dtype, device_map=device_map, allow_pickle=pickle, trust_remote_code=remote
     )
+
+
+def load_reader(
+    name: str,
+    dtype: str | None,
+    device_map: str | None,
+    pickle: bool = False,
+    remote: bool = False,
+    *,
+    bos: bool | None,
+    quiet: bool,
+    inherited: Sequence[tuple[bool | None, str]] = (),
+    max_length: int | None = None,
+) -> LoadedModel:
+    """Load a model that is to read text, and say how its texts will start and where they end.
+
+    `inherited` are the first tokens of artefacts that the work goes on from, with their names.
+    """
+    from headwise.cli.show import console
+    from headwise.models.loading import load_model
+
+    screen = console(quiet)
+    screen.print(f"loading {name}", style="dim")
+    loaded = load_model(
+        name,
+        dtype=dtype,
+        device_map=device_map,
+        allow_pickle=pickle,
+        trust_remote_code=remote,
+        bos=bos,
+    )
+    for value, source in inherited:
+        loaded = loaded.inheriting(value, source)
+    screen.print(str(loaded.first_token))
+    if max_length is not None and loaded.length(max_length) < max_length:
+        cut = loaded.length(max_length)
+        screen.print(f"texts are cut at {cut} tokens, not {max_length}: the model has no more")
+    return loaded
+
+
+def patch_first_tokens(paths: Sequence[Path] | None) -> list[tuple[bool | None, str]]:
+    """The first token that each patch was trained with."""
+    from headwise.models.patch import Patch
+
+    return [(Patch.load(path).info.bos, f"the patch {path}") for path in paths or ()]
+
+
+def alarm(alarms: Sequence[Alarm]) -> None:
+    """Say what makes the numbers not worth believing; `--quiet` does not hide it."""
+    from rich.console import Console
+
+    screen = Console(stderr=True, highlight=False, soft_wrap=True)
+    for found in alarms:
+        screen.print(str(found), style="bold red", markup=False)
 
 
 def wrote(paths: list[Path], quiet: bool) -> None:

@@ -24,9 +24,11 @@ from headwise.cli.options import (
     RemoteCode,
     Seed,
     Texts,
+    alarm,
     choice,
     chosen_texts,
-    load,
+    load_reader,
+    patch_first_tokens,
     wrote,
 )
 
@@ -48,6 +50,7 @@ def evaluate(
     max_length: MaxLength = 512,
     max_texts: Annotated[int, typer.Option(help="Texts used to judge heads.", min=2)] = 64,
     batch_size: BatchSize = 4,
+    bos: Bos = None,
     tasks: Tasks = None,
     out: Out = Path("out/evaluation"),
     device_map: DeviceMap = None,
@@ -65,7 +68,17 @@ def evaluate(
     from headwise.proof.view import evaluation_sheets
 
     sets = [chosen_texts(texts, lines, model), paper_prompts()]
-    loaded = load(model, dtype, device_map, allow_pickle, trust_remote_code)
+    loaded = load_reader(
+        model,
+        dtype,
+        device_map,
+        allow_pickle,
+        trust_remote_code,
+        bos=bos,
+        quiet=quiet,
+        inherited=patch_first_tokens(patch),
+        max_length=max_length,
+    )
     with progress_bars(quiet) as progress:
         found = run(
             loaded,
@@ -82,6 +95,7 @@ def evaluate(
         )
     print_sheets(evaluation_sheets(found), quiet)
     wrote([found.save(out / "evaluation.json")], quiet)
+    alarm(found.alarms)
 
 
 @app.command()
@@ -93,6 +107,7 @@ def complete(
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0)] = 0.7,
     top_p: Annotated[float, typer.Option(help="Nucleus sampling.", min=0.01, max=1)] = 0.92,
     batch_size: BatchSize = 10,
+    bos: Bos = None,
     out: Out = Path("out/completions"),
     device_map: DeviceMap = None,
     dtype: Dtype = None,
@@ -108,7 +123,9 @@ def complete(
 
     named = _named_patches(patch or [])
     chosen = None if prompts is None else read_prompts(prompts)
-    loaded = load(model, dtype, device_map, False, False)
+    loaded = load_reader(
+        model, dtype, device_map, bos=bos, quiet=quiet, inherited=patch_first_tokens(patch)
+    )
     with progress_bars(quiet) as progress:
         found = run(
             loaded,
@@ -120,6 +137,7 @@ def complete(
         )
     print_sheets([completions_sheet(found)], quiet)
     wrote([found.save(out / "completions.json")], quiet)
+    alarm(found.alarms)
 
 
 def _named_patches(paths: list[Path]) -> dict[str, list[Path]]:
@@ -158,6 +176,7 @@ def compare(
     )
     print_sheets(comparison_sheets(found), quiet)
     wrote([found.save(out / "comparison.json")], quiet)
+    alarm(found.alarms)
 
 
 @app.command()
@@ -176,7 +195,7 @@ def capture(
     patch: Patches = None,
     max_length: MaxLength = 512,
     batch_size: BatchSize = 4,
-    bos: Bos = False,
+    bos: Bos = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a capture.")] = False,
     out: Out = Path("out/qk"),
     device_map: DeviceMap = None,
@@ -194,9 +213,19 @@ def capture(
     from headwise.plasticity.capture import capture as run
     from headwise.plasticity.capture_info import CaptureSettings
 
-    loaded = load(model, dtype, device_map, allow_pickle, trust_remote_code)
+    loaded = load_reader(
+        model,
+        dtype,
+        device_map,
+        allow_pickle,
+        trust_remote_code,
+        bos=bos,
+        quiet=quiet,
+        inherited=patch_first_tokens(patch),
+        max_length=max_length,
+    )
     settings = CaptureSettings(
-        buckets, base_rate, max_length, pre_rope, choice(layout, "new", "old"), seed, bos
+        buckets, base_rate, max_length, pre_rope, choice(layout, "new", "old"), seed
     )
     geometry = geometry_of(loaded.model)
     with progress_bars(quiet) as progress:

@@ -62,19 +62,45 @@ def demo(
 
 @app.command()
 def report(
-    source: Annotated[Path, typer.Argument(metavar="RUN_OR_STUDY", help="A run or study folder.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_STUDY", help="A run, a study, or a diagnosis.")
+    ],
+    before: Annotated[
+        Path | None, typer.Option(help="A run's evaluation of stock; default: out/before.")
+    ] = None,
+    after: Annotated[
+        Path | None, typer.Option(help="Its evaluation with the patch; default: out/after.")
+    ] = None,
+    paper: Annotated[
+        bool | None,
+        typer.Option(
+            "--paper/--no-paper", help="The published BLOOM numbers too.", show_default=False
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the report.")] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Write report.html, figures and tables from artefacts alone; no model is loaded."""
-    _write_report(source, out or source / "report", quiet)
+    """Write report.html, figures and tables from artefacts alone; no model is loaded.
+
+    \b
+    Example: headwise report out/run --before out/before --after out/after
+    """
+    folder = source.parent if source.is_file() else source
+    _write_report(source, out or folder / "report", quiet, before, after, paper)
 
 
-def _write_report(source: Path, out: Path, quiet: bool) -> None:
+def _write_report(
+    source: Path,
+    out: Path,
+    quiet: bool,
+    before: Path | None = None,
+    after: Path | None = None,
+    paper: bool | None = None,
+) -> None:
     from headwise.cli.show import console
     from headwise.report.write import write_report
 
-    path = write_report(source, out)
+    path = write_report(source, out, before=before, after=after, paper=paper)
     console(quiet).print(f"look at {path}")
 
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from jaxtyping import Float
 from transformers import PreTrainedModel
 
+from headwise.alarms import Alarm, joined, loss_alarms
 from headwise.artefacts import versions
 from headwise.diagnosis.dormancy import weight_dormancy
 from headwise.diagnosis.measures import Measured, measure_heads, positional_baseline
@@ -24,13 +26,17 @@ from headwise.diagnosis.values import (
     Thresholds,
     diagnosis_from,
 )
-from headwise.models.architectures import alibi_slopes, geometry_of
+from headwise.forward.losses import shifted_targets, token_losses
+from headwise.forward.tap import tapped
+from headwise.models.architectures import alibi_slopes, device_of, geometry_of
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.progress import Progress, silent, track
 from headwise.provenance import MeasureSettings, Provenance
-from headwise.texts.batches import DEFAULT_MAX_LENGTH, batches, encode_texts
+from headwise.texts.batches import DEFAULT_MAX_LENGTH, batches, encode_for
 from headwise.texts.text_sets import TextSet, as_text_set
+from headwise.texts.unigram import unigram_loss
 
+_READ, _READ_TOKENS = 4, 128  # texts and tokens that tell whether the model reads at all
 SINK_RATE_EPSILON = 0.3  # Gu et al. 2410.10781
 
 
@@ -42,18 +48,15 @@ def diagnose(
     max_length: int = DEFAULT_MAX_LENGTH,
     batch_size: int = 4,
     skip_queries: int = 0,
-    bos: bool = False,
+    bos: bool | None = None,
     thresholds: Thresholds | None = None,
     progress: Progress = silent,
 ) -> Diagnosis:
-    """Measure and classify every head of a loaded model."""
+    """Measure and classify every head of a loaded model; `bos` overrules its first token."""
+    loaded, max_length = loaded.starting_with(bos), loaded.length(max_length)
     model, chosen = loaded.model, as_text_set(texts, loaded.id)
-    encoded = encode_texts(
-        loaded.tokenizer,
-        chosen.texts,
-        max_length=max_length,
-        bos=bos,
-        minimum=max(2, skip_queries + 1),
+    encoded = encode_for(
+        loaded, chosen.texts, max_length=max_length, minimum=max(2, skip_queries + 1)
     )
     measured = measure_heads(
         model,
@@ -76,10 +79,26 @@ def diagnose(
         mlp_dormancy=weight_dormancy(model),
         provenance=Provenance(
             texts=chosen.describe(sum(lengths)),
-            settings=MeasureSettings(max_length, skip_queries, bos),
+            settings=MeasureSettings(max_length, skip_queries, loaded.bos),
             versions=versions(),
         ),
+        alarms=joined(loaded.alarms, _unusable(loaded, encoded)),
     )
+
+
+def _unusable(loaded: LoadedModel, encoded: list[list[int]]) -> tuple[Alarm, ...]:
+    """Whether the model reads a few of these texts worse than a guess."""
+    some = [ids[:_READ_TOKENS] for ids in encoded[:: max(1, len(encoded) // _READ)][:_READ]]
+    total, count = 0.0, 0
+    for batch in batches(some, 1):
+        ids = batch.ids.to(device_of(loaded.model))
+        with torch.inference_mode(), tapped(loaded.model):
+            hidden = loaded.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            targets = shifted_targets(ids, batch.lengths)
+            total += float(token_losses(loaded.model, hidden, targets).double().sum())
+        count += ids.numel() - 1
+    unigram = unigram_loss(encoded, loaded.num_embeddings)
+    return loss_alarms("a sample of the texts", total / count, loaded.num_embeddings, unigram)
 
 
 def _positional_maps(

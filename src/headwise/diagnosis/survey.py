@@ -19,7 +19,7 @@ from headwise.diagnosis.bloom_maps import maps_as_diagnoses
 from headwise.diagnosis.values import Diagnosis
 from headwise.errors import ArtefactError, HeadwiseError
 from headwise.frames import frame
-from headwise.progress import Progress, silent
+from headwise.progress import Progress, silent, stage
 from headwise.sheets import sheets_html
 from headwise.values import plain_fields
 
@@ -92,6 +92,7 @@ def survey(
     batch_size: int = 4,
     dtype: str | None = None,
     device_map: str | None = None,
+    bos: bool | None = None,
     progress: Progress = silent,
 ) -> Survey:
     """Compare several models: diagnoses in hand, files of them (.json), or models to diagnose.
@@ -105,7 +106,8 @@ def survey(
         elif isinstance(source, (str, Path)) and str(source).endswith(".json"):
             diagnoses += read_diagnoses(Path(source))
         else:
-            loaded = _loaded(source, dtype, device_map)
+            loaded = _loaded(source, dtype, device_map, bos)
+            stage(f"{loaded.id}: {loaded.first_token}", progress)
             diagnoses.append(_diagnose(loaded, texts, max_length, batch_size, progress))
     if not diagnoses:
         raise HeadwiseError("nothing to survey", fix="name at least one model or diagnosis.json")
@@ -113,13 +115,13 @@ def survey(
 
 
 def _loaded(
-    source: LoadedModel | Path | str, dtype: str | None, device_map: str | None
+    source: LoadedModel | Path | str, dtype: str | None, device_map: str | None, bos: bool | None
 ) -> LoadedModel:
     from headwise.models.loading import load_model  # late: a survey of files needs no torch
 
     if isinstance(source, (str, Path)):
-        return load_model(str(source), dtype=dtype, device_map=device_map)
-    return source
+        return load_model(str(source), dtype=dtype, device_map=device_map, bos=bos)
+    return source.starting_with(bos)
 
 
 def _diagnose(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 from jaxtyping import Bool, Float
 
+from headwise.alarms import Alarm
 from headwise.artefacts import load_artefact, save_artefact
 from headwise.diagnosis.bimodality import ThresholdSweep, threshold_sweep
 from headwise.heads import Head, HeadMap, heads_where
@@ -108,6 +109,7 @@ class Diagnosis:
     sink_rate: Annotated[SinkRate | None, Empty] = None
     mlp_dormancy: Dormancy | None = field(default=None, repr=False)
     provenance: Provenance = field(default_factory=Provenance, repr=False)
+    alarms: tuple[Alarm, ...] = ()
 
     def __post_init__(self) -> None:
         if MASS not in self.maps:

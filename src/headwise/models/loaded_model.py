@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import wraps
+from dataclasses import dataclass, field, replace
+from functools import cached_property, wraps
 from typing import (
     Any,
     Concatenate,
@@ -19,7 +19,9 @@ from typing import (
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from headwise.alarms import Alarm
 from headwise.models.description import describe_model
+from headwise.models.first_token import FirstToken, decide_first_token, num_embeddings
 from headwise.models.model_info import ModelInfo
 
 Options = ParamSpec("Options")
@@ -34,6 +36,45 @@ class LoadedModel:
     id: str
     model: PreTrainedModel = field(repr=False)
     tokenizer: PreTrainedTokenizerBase = field(repr=False)
+    decided: FirstToken | None = field(default=None, repr=False)
+
+    @cached_property
+    def first_token(self) -> FirstToken:
+        """How every text starts, and why; decided once, with no patch on the model."""
+        return self.decided or decide_first_token(self.model, self.tokenizer)
+
+    @property
+    def bos(self) -> bool:
+        """Whether every text starts with a BOS."""
+        return self.first_token.bos
+
+    def starting_with(self, bos: bool | None) -> LoadedModel:
+        """The same model with the first token that is asked for; None changes nothing."""
+        if bos is None:
+            return self
+        return replace(self, decided=decide_first_token(self.model, self.tokenizer, bos))
+
+    def inheriting(self, bos: bool | None, source: str) -> LoadedModel:
+        """The same model with the first token of an artefact; a mismatch is refused."""
+        return replace(self, decided=self.first_token.inherited(bos, source))
+
+    @property
+    def num_embeddings(self) -> int:
+        """Tokens that the model has an embedding for."""
+        return num_embeddings(self.model)
+
+    @property
+    def alarms(self) -> tuple[Alarm, ...]:
+        """What is wrong with the model as it was loaded."""
+        tokens = len(self.tokenizer) if self.tokenizer is not None else 0
+        if tokens <= self.num_embeddings:
+            return ()
+        told = f"the tokenizer has {tokens} tokens, the model embeds {self.num_embeddings}"
+        return (Alarm("tokenizer-larger-than-embedding", told),)
+
+    def length(self, asked: int) -> int:
+        """A text length, at most the positions the model was made for."""
+        return min(asked, self.max_positions or asked)
 
     def describe(self) -> ModelInfo:
         """The `model` entry of an artefact."""
@@ -82,6 +123,13 @@ def takes_model(
         name = options.pop("name", None) or first.config._name_or_path
         name = name or str(first.config.model_type)
         tokenizer, *rest = args if args else (options.pop("tokenizer", None),)
-        return function(LoadedModel(name, first, tokenizer), *rest, **options)
+        loaded = LoadedModel(name, first, tokenizer, _asked(first, tokenizer, options))
+        return function(loaded, *rest, **options)
 
     return cast(_TakesModel[Options, Result], call)
+
+
+def _asked(model: Any, tokenizer: Any, options: dict[str, Any]) -> FirstToken | None:
+    """An explicit `bos` spares the measuring."""
+    bos = options.get("bos")
+    return None if bos is None else decide_first_token(model, tokenizer, bos)

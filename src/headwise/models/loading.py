@@ -6,8 +6,11 @@ cut-off file, a missing tokenizer and a NaN weight are told apart here, before a
 
 from __future__ import annotations
 
+import hashlib
 import io
 import logging
+import os
+import shutil
 import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr
@@ -24,14 +27,19 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
+from headwise.artefacts import read_json, to_json, write_text
 from headwise.errors import ModelError
 from headwise.models.architectures import architecture_of
+from headwise.models.first_token import decide_first_token
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.offloading import held_tensor
 from headwise.models.patch import Patch
 from headwise.models.patient import PATIENTS, empty_patch_path, patient_dir
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
+
+
+_SOURCE, _WEIGHTS = "source.json", "model.safetensors"
 
 
 _LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError, struct.error)
@@ -44,15 +52,19 @@ def load_model(
     device_map: str | None = None,
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
+    bos: bool | None = None,
 ) -> LoadedModel:
-    """Load a model and its tokenizer; float32 on CPU, bfloat16 on an accelerator by default."""
+    """Load a model and its tokenizer; float32 on CPU, bfloat16 on an accelerator by default.
+
+    `bos` says whether texts start with a BOS; without it that is decided here.
+    """
     path = patient_dir() if name in PATIENTS else Path(name)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     source: str = str(path) if path.exists() else name
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ModelError("no such GGUF file", where=path, fix="check the path")
-        source, options["gguf_file"] = str(path.parent), path.name
+        source = str(converted_gguf(path))
     elif not path.exists() and (name.startswith((".", "/")) or name.count("/") > 1):
         raise ModelError("no such model directory", where=name, fix="check the path")
     with quietly():
@@ -63,7 +75,57 @@ def load_model(
     if name == "patient-empty":
         Patch.load(empty_patch_path()).apply(model, force=True)  # in any precision
     require_finite(model)
-    return LoadedModel(name, model.eval(), tokenizer)
+    model.eval()
+    return LoadedModel(name, model, tokenizer, decide_first_token(model, tokenizer, bos))
+
+
+def converted_gguf(path: Path) -> Path:
+    """A GGUF file as a model directory: de-quantised once, kept under the hash of its bytes.
+
+    De-quantising takes longer than everything else about loading (half a minute for 135 M weights).
+    """
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    cache = Path(os.environ.get("HEADWISE_CACHE", Path.home() / ".cache" / "headwise"))
+    folder = cache / "gguf" / digest
+    if not (folder / _SOURCE).exists():
+        _convert_gguf(path, folder)
+    told = read_json(folder / _SOURCE)
+    with (folder / _WEIGHTS).open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if told.get("weights_sha256") != found:
+        raise ModelError(
+            "the converted copy of this GGUF file is damaged",
+            where=folder,
+            fix="delete that folder; it is made again from the .gguf file",
+        )
+    return folder
+
+
+def _convert_gguf(path: Path, folder: Path) -> None:
+    options = {"gguf_file": path.name}
+    with quietly():
+        tokenizer = _load_tokenizer(str(path.parent), options)
+        model = _load_weights(str(path.parent), options, "float32", None, False)
+    _forget_quantization(model)
+    shutil.rmtree(folder, ignore_errors=True)
+    with quietly():
+        model.save_pretrained(folder, max_shard_size="1TB")
+        tokenizer.save_pretrained(folder)
+    config = folder / "tokenizer_config.json"
+    write_text(config, to_json({**read_json(config), "add_bos_token": _asks_for_bos(path)}))
+    with (folder / _WEIGHTS).open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    # written last: a folder without it is half a conversion
+    write_text(folder / _SOURCE, to_json({"file": path.name, "weights_sha256": digest}))
+
+
+def _asks_for_bos(path: Path) -> bool:
+    """What the file says about its tokenizer; False is also what it says by habit."""
+    from gguf import GGUFReader
+
+    field = GGUFReader(path).fields.get("tokenizer.ggml.add_bos_token")
+    return field is not None and bool(field.contents())
 
 
 def _load_tokenizer(source: str, options: dict[str, Any]) -> PreTrainedTokenizerBase:

@@ -36,6 +36,7 @@ class Patch:
 
     slices: Mapping[str, Slice] = field(repr=False)
     info: PatchInfo = field(default_factory=PatchInfo)
+    documents: tuple[str, ...] = field(default=(), repr=False)  # hashes of what it was trained on
 
     @property
     def num_weights(self) -> int:
@@ -118,6 +119,8 @@ class Patch:
             "info": json.dumps(to_plain(self.info), sort_keys=True),
             "base_slices_sha256": self.base_fingerprint(),
         }
+        if self.documents:
+            metadata["documents"] = " ".join(self.documents)
         return write_safetensors(path, tensors, metadata)
 
     @staticmethod
@@ -131,7 +134,8 @@ class Patch:
             name: Slice(Span(*span), tensors[f"{name}.before"], tensors[f"{name}.after"])
             for name, span in json.loads(metadata["spans"]).items()
         }
-        patch = Patch(slices, from_plain(PatchInfo, json.loads(metadata["info"]), path))
+        info = from_plain(PatchInfo, json.loads(metadata["info"]), path)
+        patch = Patch(slices, info, tuple(metadata.get("documents", "").split()))
         if patch.base_fingerprint() != metadata.get("base_slices_sha256"):
             raise ArtefactError("the patch is damaged: its base slices do not match", where=path)
         return patch

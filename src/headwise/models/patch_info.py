@@ -16,3 +16,9 @@ class PatchInfo:
     plan: Mapping[str, object] | None = field(default=None, metadata=OMITTED)  # as JSON
     path: str | None = field(default=None, metadata=OMITTED)
     num_weights: int | None = field(default=None, metadata=OMITTED)
+
+    @property
+    def bos(self) -> bool | None:
+        """Whether the texts of its training started with a BOS; None if its plan does not say."""
+        found = (self.plan or {}).get("bos")
+        return found if isinstance(found, bool) else None

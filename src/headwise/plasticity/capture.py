@@ -42,7 +42,7 @@ from headwise.plasticity.buckets import Buckets
 from headwise.plasticity.capture_info import FILE, CaptureInfo, CaptureSettings
 from headwise.plasticity.writer import assemble
 from headwise.progress import Progress, silent, track
-from headwise.texts.batches import batches, encode_texts
+from headwise.texts.batches import batches, encode_for
 from headwise.texts.text_sets import TextSet, as_text_set
 from headwise.values import to_plain
 
@@ -83,6 +83,10 @@ def capture(
     """
     read = [Patch.load(patch) if isinstance(patch, Path) else patch for patch in patches]
     found, how = as_text_set(texts, loaded.id), settings or CaptureSettings()
+    loaded = loaded.starting_with(how.bos)
+    for patch in read:
+        loaded = loaded.inheriting(patch.info.bos, "the patch")
+    how = replace(how, bos=loaded.bos, max_length=loaded.length(how.max_length))
     with applied(loaded.model, read):
         return _capture_as_it_is(loaded, found, Path(out), heads, how, batch_size, resume, progress)
 
@@ -100,9 +104,7 @@ def _capture_as_it_is(
     model = loaded.model
     geometry = geometry_of(model)
     chosen = sorted(heads or all_heads(geometry.num_layers, geometry.num_heads))
-    encoded = encode_texts(
-        loaded.tokenizer, texts.texts, max_length=settings.max_length, bos=settings.bos
-    )
+    encoded = encode_for(loaded, texts.texts, max_length=settings.max_length)
     folder = out if settings.layout == "new" else out / re.sub(r"\W", "_", loaded.id)
     info = _describe(loaded, texts, settings, chosen)
     finished = _finished(folder, info, resume)

@@ -24,7 +24,7 @@ class CaptureSettings:
     pre_rope: bool = False
     layout: Literal["new", "old"] = "new"
     seed: int = 0
-    bos: bool = False
+    bos: bool | None = None  # None: as the model is read
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from headwise.alarms import Alarm, cure_alarms, joined
 from headwise.artefacts import read_json, versions
 from headwise.diagnosis.values import Diagnosis
 from headwise.errors import ArtefactError
@@ -34,6 +35,7 @@ from headwise.proof.trajectories import (
 )
 from headwise.proof.zones import Map, Zones, drift_by_zone, transitions, zones_of
 from headwise.surgery.plan import SurgeryPlan, join_plans, plans_of
+from headwise.values import to_plain
 
 _IDENTITY = ("model_type", "num_layers", "num_heads", "num_kv_heads", "head_dim")
 
@@ -116,7 +118,32 @@ def compare(
             before.diagnosis.provenance,
             after.diagnosis.provenance,
         ),
+        alarms=_alarms(before.evaluation, after.evaluation),
     )
+
+
+def _alarms(before: Evaluation | None, after: Evaluation | None) -> tuple[Alarm, ...]:
+    """The alarms of both sides, and a "cure" of a text set that stock could not read at all."""
+    sides = [side for side in (before, after) if side is not None]
+    kept = [alarm for side in sides for alarm in side.alarms]
+    if before is None or after is None:
+        return joined(kept)
+    unread, still = (_unread(side) for side in (before, after))
+    cured = [
+        alarm
+        for name in before.text_sets
+        if name in unread and name in after.text_sets and name not in still
+        for alarm in cure_alarms(
+            before.text_sets[name].loss.value, after.text_sets[name].loss.value
+        )
+    ]
+    return joined(kept, cured)
+
+
+def _unread(found: Evaluation) -> set[str]:
+    """Text sets that raised an alarm over their loss."""
+    told = [alarm.message for alarm in found.alarms if alarm.kind.startswith("loss-above")]
+    return {name for name in found.text_sets if any(line.startswith(f"{name}:") for line in told)}
 
 
 def _plan_of(after: Snapshot) -> SurgeryPlan | None:
@@ -155,11 +182,14 @@ def _require_comparable(before: Snapshot, after: Snapshot) -> None:
             where=f"text hashes {str(hashes[0])[:12]} and {str(hashes[1])[:12]}",
             fix="run both with the same --texts",
         )
-    settings = [d.provenance.settings for d in (left, right)]
-    if settings[0] != settings[1]:
+    settings = [to_plain(d.provenance.settings) or {} for d in (left, right)]
+    one, other = settings
+    differing = [key for key in one | other if one.get(key) != other.get(key)]
+    if differing:
+        told = "; ".join(f"{key}: {one.get(key)} and {other.get(key)}" for key in differing)
         raise ArtefactError(
-            "the two conditions were measured with different settings",
-            where=f"{settings[0]} and {settings[1]}",
+            f"the two conditions were measured with different settings: {told}",
+            where=f"{left.model.id} and {right.model.id}",
             fix="run both with the same --max-length, --skip-queries and --bos",
         )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headwise.alarms import Alarm
 from headwise.artefacts import load_artefact, save_artefact
 from headwise.frames import head_frame
 from headwise.intervals import Interval
@@ -76,6 +77,7 @@ class Comparison:
     losses: Mapping[str, PairedLoss]
     recovery: Recovery | None
     provenance: ComparisonProvenance = field(repr=False)
+    alarms: tuple[Alarm, ...] = ()
 
     def __post_init__(self) -> None:
         if any(value.shape != self.model.shape for value in self.delta.values()):

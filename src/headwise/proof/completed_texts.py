@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headwise.alarms import Alarm
 from headwise.artefacts import load_artefact, save_artefact, versions
 from headwise.bundled import DATA
 from headwise.errors import TextError
@@ -120,6 +121,7 @@ class CompletionProvenance:
     prompts_sha256: str | None = field(default=None, metadata=OMITTED)
     versions: Mapping[str, str] = field(default_factory=versions)
     model: ModelInfo | None = field(default=None, metadata=OMITTED)
+    bos: bool | None = field(default=None, metadata=OMITTED)
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,22 @@ class Completions:
     conditions: Mapping[str, Sequence[Completion]] = field(repr=False)
     sampling: Sampling
     provenance: CompletionProvenance = field(default_factory=CompletionProvenance, repr=False)
+
+    @property
+    def alarms(self) -> tuple[Alarm, ...]:
+        """Conditions that end some prompts at once, without a word."""
+        empty = {
+            name: sum(not row.text.strip() for row in rows)
+            for name, rows in self.conditions.items()
+        }
+        return tuple(
+            Alarm(
+                "empty-completions",
+                f"{count} of {len(self.conditions[name])} completions of {name} are empty",
+            )
+            for name, count in empty.items()
+            if count
+        )
 
     def summary(self) -> dict[str, dict[str, dict[str, float]]]:
         """Means of the measures by condition: over all prompts, and by category."""
@@ -160,6 +178,7 @@ class Completions:
             "summary": self.summary(),
             "sampling": asdict(self.sampling),
             "provenance": to_plain(self.provenance),
+            "alarms": to_plain(self.alarms),
         }
         return save_artefact(path, "completions", body)
 

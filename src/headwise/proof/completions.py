@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from headwise.artefacts import content_hash
 from headwise.models.architectures import architecture_of, device_of
@@ -29,6 +29,7 @@ from headwise.proof.completed_texts import (
     measure_text,
     prompts_hash,
 )
+from headwise.texts.batches import require_embedded, token_ids
 
 
 @takes_model
@@ -39,24 +40,32 @@ def complete(
     *,
     patches: Mapping[str, Sequence[Patch | Path]] | None = None,
     batch_size: int = 10,
+    bos: bool | None = None,
     progress: Progress = silent,
 ) -> Completions:
     """Complete prompts (default: the bundled ones) with the stock model and with patches.
 
-    `patches` names conditions and what each applies, in order; a path is read when its turn comes.
+    `patches` names conditions and what each applies, in order.
     The model is left as it was.
     """
+    named = {name: _read(found) for name, found in {"stock": (), **(patches or {})}.items()}
+    loaded = loaded.starting_with(bos)
+    for patch in (patch for found in named.values() for patch in found):
+        loaded = loaded.inheriting(patch.info.bos, "the patch")
     chosen = bundled_prompts() if prompts is None else list(prompts)
     how = sampling or Sampling()
-    provenance = CompletionProvenance(prompts_hash(chosen), model=loaded.describe())
+    provenance = CompletionProvenance(prompts_hash(chosen), model=loaded.describe(), bos=loaded.bos)
     conditions: dict[str, list[Completion]] = {}
-    for name, found in {"stock": (), **(patches or {})}.items():
-        read = [Patch.load(one) if isinstance(one, Path) else one for one in found]
+    for name, read in named.items():
         with applied(loaded.model, read):
             conditions[name] = complete_prompts(
                 loaded, chosen, how, batch_size=batch_size, progress=progress
             )
     return Completions(conditions, how, provenance)
+
+
+def _read(patches: Sequence[Patch | Path]) -> list[Patch]:
+    return [Patch.load(one) if isinstance(one, Path) else one for one in patches]
 
 
 def complete_prompts(
@@ -72,7 +81,7 @@ def complete_prompts(
     starts = list(range(0, len(prompts), batch_size))
     for start in track(starts, "completing", progress):
         part = prompts[start : start + batch_size]
-        texts = _sample(loaded.model, loaded.tokenizer, part, sampling)
+        texts = _sample(loaded, part, sampling)
         for prompt, text in zip(part, texts, strict=True):
             rows.append(Completion(prompt, text, measure_text(text, prompt)))
     return rows
@@ -84,14 +93,10 @@ def prompt_seed(prompt: str, seed: int) -> int:
 
 
 @torch.inference_mode()
-def _sample(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
-    sampling: Sampling,
-) -> list[str]:
-    device = device_of(model)
-    encoded = [list(tokenizer(p.text, verbose=False)["input_ids"]) for p in prompts]
+def _sample(loaded: LoadedModel, prompts: Sequence[Prompt], sampling: Sampling) -> list[str]:
+    model, tokenizer, device = loaded.model, loaded.tokenizer, device_of(loaded.model)
+    encoded = [token_ids(tokenizer, p.text, loaded.bos) for p in prompts]
+    require_embedded(loaded, encoded)
     eos = tokenizer.eos_token_id
     encoded = [e[:-1] if len(e) > 1 and e[-1] == eos else e for e in encoded]
     ids, mask = _left_padded(encoded, device)

@@ -8,18 +8,19 @@ costs, so that functional recovery can be told: not sick *and* useful with 95% c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 from transformers import PreTrainedModel
 
+from headwise.alarms import Alarm, joined, loss_alarms
 from headwise.artefacts import versions
 from headwise.bundled import DATA
 from headwise.diagnosis.diagnose import diagnose
 from headwise.diagnosis.dormancy import activation_dormancy, weight_dormancy
 from headwise.diagnosis.mean_outputs import measure_means
-from headwise.diagnosis.values import SICK, Diagnosis
+from headwise.diagnosis.values import Diagnosis
 from headwise.errors import TextError
 from headwise.heads import JOINT, Head, all_heads, select_heads
 from headwise.models.architectures import geometry_of
@@ -35,14 +36,14 @@ from headwise.proof.evaluation import (
     EvaluationSettings,
     FirstOrder,
     HeadCosts,
-    HeadRecovery,
     MlpDormancy,
-    Recovery,
 )
 from headwise.proof.perplexity import TextLosses, text_losses
+from headwise.proof.recovery import recovery_of
 from headwise.surgery.plan import operated_heads
-from headwise.texts.batches import DEFAULT_MAX_LENGTH, batches, encode_texts
-from headwise.texts.text_sets import TextSet, default_texts, read_texts
+from headwise.texts.batches import DEFAULT_MAX_LENGTH, batches, encode_for
+from headwise.texts.text_sets import TextSet, default_texts, document_hash, read_texts
+from headwise.texts.unigram import unigram_loss
 
 _SMALL = 100  # heads; exact ablation of all of them is cheap up to here
 
@@ -68,28 +69,35 @@ def evaluate(
     batch_size: int = 4,
     tasks: Sequence[str] = (),
     force: bool = False,
+    bos: bool | None = None,
+    stock: Diagnosis | None = None,
     seed: int = 0,
     progress: Progress = silent,
 ) -> Evaluation:
     """Evaluate one condition: the model with `patches` on it, which it loses again afterwards.
 
     Heads are judged on the first text set: `heads` (a selection or a list; default: the operated
-    ones, and all in models of at most 100) one by one, and `joint` sets together.
+    ones, and all in models of at most 100) one by one, and `joint` sets together. With patches the
+    stock model is diagnosed too, unless its diagnosis on the same texts is given as `stock`.
     """
     read = [Patch.load(p) if isinstance(p, Path) else p for p in patches]
     told = [
         patch.describe(p if isinstance(p, Path) else None)
         for patch, p in zip(read, patches, strict=True)
     ]
+    loaded = loaded.starting_with(bos)
+    for info in told:
+        loaded = loaded.inheriting(info.bos, "the patch")
     base = loaded.describe()
     sets = [default_texts(loaded.id)] if text_sets is None else list(text_sets)
     if not sets:
         raise TextError("no text to evaluate on", fix="pass --texts")
-    how = _How(max_length, max_texts, batch_size, seed, progress)
+    how = _How(loaded.length(max_length), max_texts, batch_size, seed, progress)
+    if read and stock is None:
+        stock = _diagnose(loaded, sets, how)
+    before = _Before(base, tuple(told), stock, joined(loaded.alarms, _leaks(read, sets)))
     with applied(loaded.model, read, force=force):
-        found = _evaluate_as_it_is(
-            loaded, base, told, sets, _wanted(loaded, heads, joint, told), how
-        )
+        found = _evaluate_as_it_is(loaded, before, sets, _wanted(loaded, heads, joint, told), how)
         if tasks:
             from headwise.proof.lm_eval import run_tasks
 
@@ -107,6 +115,30 @@ class _How:
     batch_size: int
     seed: int
     progress: Progress
+
+
+@dataclass(frozen=True)
+class _Before:
+    """What is known before the patches are on: the base, the patches, stock and what is wrong."""
+
+    base: ModelInfo
+    patches: tuple[PatchInfo, ...]
+    stock: Diagnosis | None = field(repr=False)
+    alarms: tuple[Alarm, ...]
+
+
+def _leaks(patches: Sequence[Patch], text_sets: Sequence[TextSet]) -> list[Alarm]:
+    """Evaluation texts that a patch was trained on, by the hash of the document."""
+    seen = {document for patch in patches for document in patch.documents}
+    found = []
+    for texts in text_sets:
+        count = sum(document_hash(text) in seen for text in texts.texts)
+        if count:
+            told = (
+                f"{count} of {len(texts.texts)} texts of {texts.name} were in the training corpus"
+            )
+            found.append(Alarm("evaluated-on-training-text", told))
+    return found
 
 
 @dataclass(frozen=True)
@@ -140,39 +172,57 @@ def _wanted(
 
 def _evaluate_as_it_is(
     loaded: LoadedModel,
-    base: ModelInfo,
-    patches: Sequence[PatchInfo],
+    before: _Before,
     text_sets: Sequence[TextSet],
     wanted: _Wanted,
     how: _How,
 ) -> Evaluation:
-    judged = TextSet(text_sets[0].name, text_sets[0].texts[: how.max_texts])
-    encoded = encode_texts(loaded.tokenizer, judged.texts, max_length=how.max_length)
+    encoded = encode_for(loaded, _judged(text_sets, how).texts, max_length=how.max_length)
     losses = _losses(loaded, text_sets, how)
-    diagnosis = diagnose(
-        loaded,
-        judged,
-        max_length=how.max_length,
-        batch_size=how.batch_size,
-        progress=how.progress,
-    )
+    diagnosis = _diagnose(loaded, text_sets, how)
     heads = _head_costs(loaded.model, encoded, wanted, how)
+    targets, stock = operated_heads(before.patches), before.stock
     return Evaluation(
-        model=base,
-        patches=tuple(patches),
+        model=before.base,
+        patches=before.patches,
         text_sets={key: value.summary(how.seed) for key, value in losses.items()},
         diagnosis=diagnosis,
         heads=heads,
-        recovery=_recovery(diagnosis, heads, operated_heads(patches)),
+        recovery=None if stock is None else recovery_of(stock, diagnosis, heads, targets),
         mlp_dormancy=MlpDormancy(
             weight_dormancy(loaded.model),
             activation_dormancy(loaded.model, batches(encoded, how.batch_size)),
             "the weight rule cannot change when only attention is trained",
         ),
         provenance=EvaluationProvenance(
-            versions(), EvaluationSettings(how.max_length, how.max_texts, how.seed)
+            versions(), EvaluationSettings(how.max_length, how.max_texts, how.seed, loaded.bos)
         ),
+        alarms=joined(before.alarms, _unusable(losses, loaded.num_embeddings)),
     )
+
+
+def _judged(text_sets: Sequence[TextSet], how: _How) -> TextSet:
+    """The texts on which heads are judged."""
+    return TextSet(text_sets[0].name, text_sets[0].texts[: how.max_texts])
+
+
+def _diagnose(loaded: LoadedModel, text_sets: Sequence[TextSet], how: _How) -> Diagnosis:
+    return diagnose(
+        loaded,
+        _judged(text_sets, how),
+        max_length=how.max_length,
+        batch_size=how.batch_size,
+        progress=how.progress,
+    )
+
+
+def _unusable(losses: Mapping[str, TextLosses], vocabulary: int) -> list[Alarm]:
+    """Text sets that the model reads worse than a guess."""
+    return [
+        alarm
+        for name, found in losses.items()
+        for alarm in loss_alarms(name, found.loss().value, vocabulary, found.unigram)
+    ]
 
 
 def _losses(loaded: LoadedModel, text_sets: Sequence[TextSet], how: _How) -> dict[str, TextLosses]:
@@ -188,9 +238,19 @@ def _losses(loaded: LoadedModel, text_sets: Sequence[TextSet], how: _How) -> dic
     place = {text: number for number, text in enumerate(every.texts)}
     rows = {texts.name: [place[text] for text in texts.texts] for texts in text_sets}
     return {
-        texts.name: TextLosses(texts, found.sums[rows[texts.name]], found.tokens[rows[texts.name]])
+        texts.name: TextLosses(
+            texts,
+            found.sums[rows[texts.name]],
+            found.tokens[rows[texts.name]],
+            _unigram(loaded, texts, how),
+        )
         for texts in text_sets
     }
+
+
+def _unigram(loaded: LoadedModel, texts: TextSet, how: _How) -> float:
+    encoded = encode_for(loaded, texts.texts, max_length=how.max_length)
+    return unigram_loss(encoded, loaded.num_embeddings)
 
 
 def _head_costs(
@@ -227,28 +287,3 @@ def _first_order(
     from scipy.stats import spearmanr
 
     return FirstOrder(estimate, float(spearmanr(costs, guesses).statistic))
-
-
-def _recovery(diagnosis: Diagnosis, costs: HeadCosts, targets: list[Head]) -> Recovery | None:
-    """Functional recovery of the operated heads: not sick, and its zero ablation costs > 0."""
-    if not targets:
-        return None
-    rows = {str(head): _head_recovery(diagnosis, costs, head) for head in targets}
-    return Recovery(
-        heads=rows,
-        operated=len(rows),
-        not_sick=sum(not row.sick for row in rows.values()),
-        judged=sum(row.useful is not None for row in rows.values()),
-        functional=sum(row.functional for row in rows.values()),
-        exceptions=tuple(name for name, row in rows.items() if not row.functional),
-        rule="not sick, and zero ablation raises held-out loss with 95% confidence",
-    )
-
-
-def _head_recovery(diagnosis: Diagnosis, costs: HeadCosts, head: Head) -> HeadRecovery:
-    label = diagnosis.class_of(head)
-    cost = costs.ablation_zero.get(str(head))
-    # one document has no interval
-    useful = cost.low > 0 if cost is not None and costs.documents > 1 else None
-    sick = label in SICK
-    return HeadRecovery(label, sick, useful, bool(useful) and not sick)

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import numpy as np
+from jaxtyping import Float
 from pydantic import Field
 
+from headwise.alarms import Alarm
 from headwise.artefacts import load_artefact, save_artefact
 from headwise.diagnosis.values import Diagnosis, Dormancy, HeadClass
 from headwise.frames import frame
+from headwise.heads import JOINT, Head
 from headwise.intervals import Interval
 from headwise.models.model_info import ModelInfo
 from headwise.models.patch_info import PatchInfo
@@ -34,6 +38,7 @@ class DocumentLosses:
     documents: int
     document_loss_sums: tuple[Finite, ...] = field(repr=False)
     document_tokens: tuple[int, ...] = field(repr=False)
+    unigram_loss: Finite | None = field(default=None, metadata=OMITTED)  # of the same texts
 
     def __post_init__(self) -> None:
         if not len(self.document_loss_sums) == len(self.document_tokens) == self.documents:
@@ -73,6 +78,9 @@ class HeadCosts:
     first_order: FirstOrder | None = field(default=None, repr=False, metadata=OMITTED)
 
 
+Outcome = Literal["recovered", "no use shown", "not judged", "still sick", "unchanged", "harmed"]
+
+
 @dataclass(frozen=True)
 class HeadRecovery:
     """One operated head: its class now, and whether losing it costs loss (None: not judged)."""
@@ -81,6 +89,8 @@ class HeadRecovery:
     sick: bool
     useful: bool | None
     functional: bool
+    was_sick: bool | None = field(default=None, metadata=OMITTED)  # in stock
+    outcome: Outcome | None = field(default=None, metadata=OMITTED)
 
 
 @dataclass(frozen=True)
@@ -94,6 +104,8 @@ class Recovery:
     functional: int
     exceptions: tuple[str, ...]
     rule: str
+    was_sick: int | None = field(default=None, metadata=OMITTED)  # operated heads, in stock
+    harmed: int | None = field(default=None, metadata=OMITTED)
 
 
 @dataclass(frozen=True)
@@ -112,6 +124,7 @@ class EvaluationSettings:
     max_length: int
     max_texts: int
     seed: int = 0
+    bos: bool | None = field(default=None, metadata=OMITTED)
 
 
 @dataclass(frozen=True)
@@ -135,10 +148,20 @@ class Evaluation:
     mlp_dormancy: Annotated[MlpDormancy | None, Empty] = field(repr=False)
     provenance: EvaluationProvenance = field(repr=False)
     tasks: Mapping[str, Mapping[str, Finite]] | None = field(default=None, metadata=OMITTED)
+    alarms: tuple[Alarm, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The body of `evaluation.json`."""
         return plain_fields(self)
+
+    def cost_map(self) -> Float[np.ndarray, "layer head"]:
+        """Zero-ablation costs of single heads in nats per token; NaN where none was measured."""
+        costs = np.full(self.model.shape, np.nan)
+        for name, cost in self.heads.ablation_zero.items():
+            if not name.startswith(JOINT):
+                head = Head.parse(name)
+                costs[head.layer, head.index] = cost.value
+        return costs
 
     def to_frame(self) -> pd.DataFrame:
         """One row per ablated head or set: its cost with zeros and with means (needs pandas)."""

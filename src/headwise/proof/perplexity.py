@@ -1,7 +1,7 @@
 """Perplexity on named text sets: predicted tokens counted, batched, with intervals.
 
-A text longer than `max_length` is scored with a stride: every token is predicted once, with at
-least `max_length - stride` tokens of context where the text has them.
+A text is cut at `max_length`. A `whole` text that is longer is scored with a stride: every token is
+predicted once, with at least `max_length - stride` tokens of context where the text has them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from headwise.models.architectures import device_of
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.progress import Progress, silent, track
 from headwise.proof.evaluation import DocumentLosses
-from headwise.texts.batches import DEFAULT_MAX_LENGTH, batches, encode_texts
+from headwise.texts.batches import DEFAULT_MAX_LENGTH, batches, encode_for
 from headwise.texts.text_sets import TextSet
 
 
@@ -31,6 +31,7 @@ class TextLosses:
     texts: TextSet
     sums: Float[np.ndarray, "document"] = field(repr=False)
     tokens: Int[np.ndarray, "document"] = field(repr=False)
+    unigram: float | None = None  # the loss of a unigram model of these texts
 
     def loss(self, seed: int = 0) -> Interval:
         """Mean loss in nats per predicted token."""
@@ -47,6 +48,7 @@ class TextLosses:
             documents=len(self.sums),
             document_loss_sums=tuple(self.sums.tolist()),
             document_tokens=tuple(self.tokens.tolist()),
+            unigram_loss=self.unigram,
         )
 
 
@@ -59,16 +61,19 @@ class Windows:
     ignored: list[int]
 
 
-def make_windows(encoded: Sequence[Sequence[int]], size: int, stride: int) -> Windows:
-    """Cut documents so that each token is predicted exactly once."""
+def make_windows(
+    encoded: Sequence[Sequence[int]], size: int, stride: int, prefix: Sequence[int] = ()
+) -> Windows:
+    """Cut documents so that each token is predicted exactly once; later pieces get the prefix."""
     pieces, document, ignored = [], [], []
     for number, ids in enumerate(encoded):
         start, scored = 0, 1  # targets below `scored` are done; token 0 is never predicted
         while scored < len(ids):
-            stop = min(start + size, len(ids))
-            pieces.append(list(ids[start:stop]))
+            stop = min(start + size - len(prefix if start else ()), len(ids))
+            before = prefix if start else ()
+            pieces.append([*before, *ids[start:stop]])
             document.append(number)
-            ignored.append(scored - start - 1)
+            ignored.append(scored - start - 1 + len(before))
             scored, start = stop, min(start + stride, stop - 1)  # one token of context at least
     return Windows(pieces, document, ignored)
 
@@ -79,15 +84,18 @@ def text_losses(
     texts: TextSet,
     *,
     max_length: int = DEFAULT_MAX_LENGTH,
+    whole: bool = False,
     stride: int | None = None,
     batch_size: int = 4,
-    bos: bool = False,
+    bos: bool | None = None,
     progress: Progress = silent,
 ) -> TextLosses:
-    """Losses of every document of a text set, whole documents, whatever their length."""
-    model = loaded.model
-    encoded = encode_texts(loaded.tokenizer, texts.texts, max_length=None, bos=bos)
-    windows = make_windows(encoded, max_length, stride or max(1, max_length // 2))
+    """Losses of every document of a text set, cut at `max_length`, or `whole` in windows."""
+    model, loaded = loaded.model, loaded.starting_with(bos)
+    max_length = loaded.length(max_length)
+    encoded = encode_for(loaded, texts.texts, max_length=None if whole else max_length)
+    prefix = [loaded.tokenizer.bos_token_id] if loaded.bos and loaded.first_token.needed else []
+    windows = make_windows(encoded, max_length, stride or max(1, max_length // 2), prefix)
     sums = np.zeros(len(encoded))
     tokens = np.zeros(len(encoded), dtype=np.int64)
     device = device_of(model)

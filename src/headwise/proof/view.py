@@ -30,8 +30,8 @@ def evaluation_sheets(found: Evaluation) -> list[Sheet]:
         rows = [(name, costs[name].interval) for name in named]
         sheets.append(sheet("loss without the head (nats per token)", ("head", "change"), rows))
     if found.recovery:
-        keys = ("operated", "not_sick", "judged", "functional")
-        columns = ("operated", "not sick", "judged by ablation", "functionally recovered")
+        keys = ("operated", "was_sick", "not_sick", "judged", "functional", "harmed")
+        columns = ("operated", "sick in stock", "not sick now", "judged", "recovered", "harmed")
         row = [getattr(found.recovery, key) for key in keys]
         sheets.append(sheet("recovery", columns, [row]))
     return sheets

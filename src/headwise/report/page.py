@@ -143,7 +143,12 @@ class Plate:
 
 
 def render_page(
-    source: Source, verdict: Verdict, tables: Sequence[Table], figures: Sequence[Plate]
+    source: Source,
+    verdict: Verdict,
+    tables: Sequence[Table],
+    figures: Sequence[Plate],
+    *,
+    paper: bool = True,
 ) -> str:
     """The whole page as text."""
     environment = Environment(
@@ -164,6 +169,7 @@ def render_page(
             "model": source.model_name,
             "judged": source.judged_set or "",
             "has_grid": bool(payload["conditions"]),
+            "paper": paper,
         },
         css=_asset("report.css"),
         js=_asset("report.js"),

@@ -8,17 +8,19 @@ What is missing is None or empty, and the tables say so in words.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
+from headwise.alarms import Alarm, joined
 from headwise.artefacts import load_artefact
 from headwise.diagnosis.values import Diagnosis, classify
 from headwise.errors import ArtefactError
 from headwise.intervals import Interval
 from headwise.models.model_info import ModelInfo
 from headwise.plasticity.values import PlasticitySummary, find_plasticity
+from headwise.proof.compare import compare
 from headwise.proof.comparison import Comparison
 from headwise.proof.completed_texts import Completions
 from headwise.proof.evaluation import DocumentLosses, Evaluation
@@ -141,6 +143,15 @@ class Source:
         return [c for c in (self.stock, *self.runs) if c is not None]
 
     @property
+    def alarms(self) -> tuple[Alarm, ...]:
+        """What every artefact here says against believing it."""
+        values: list[Diagnosis | Evaluation | Comparison | RunSettings | Completions | None] = []
+        for found in self.conditions:
+            values += [found.diagnosis, found.evaluation, found.comparison, found.run]
+        kept = [value.alarms for value in (*values, self.completions) if value is not None]
+        return joined(*kept)
+
+    @property
     def model(self) -> ModelInfo | None:
         """The model as the first diagnosis describes it; a bare run does not know it."""
         found = (c.diagnosis for c in self.conditions if c.diagnosis is not None)
@@ -183,8 +194,14 @@ class Source:
         return None
 
 
-def read_source(folder: Path) -> Source:
-    """Read a study, a run, or a folder with a diagnosis or an evaluation."""
+def read_source(folder: Path, before: Path | None = None, after: Path | None = None) -> Source:
+    """Read a study, a run, or a folder with a diagnosis or an evaluation.
+
+    A run's evaluations `before` and `after` are found beside it (`out/before`, `out/after`) if they
+    do not lie in it and are not named.
+    """
+    if folder.is_file() and folder.suffix == ".json":
+        folder = folder.parent
     if not folder.is_dir():
         raise ArtefactError(
             "no such folder", where=folder, fix="pass the --out of a study, repair or diagnose"
@@ -192,7 +209,7 @@ def read_source(folder: Path) -> Source:
     if (folder / "study.json").exists():
         return _read_study(folder)
     if (folder / RUN).exists():
-        return _read_run(folder)
+        return _read_run(folder, before, after)
     if any((folder / name).exists() for name in ("diagnosis.json", "evaluation.json")):
         stock = _read_condition(folder, arm="model")
         return Source(folder, "measurement", folder.name, stock, completions=_completions(folder))
@@ -242,11 +259,36 @@ def _read_passes(folder: Path, arm: str, seed: int) -> list[Condition]:
     ]
 
 
-def _read_run(folder: Path) -> Source:
+def _read_run(folder: Path, before: Path | None, after: Path | None) -> Source:
     run = RunSettings.load(folder)
     condition = _read_condition(folder, arm=run.mode, seed=run.seed)
-    stock = _before(condition)
+    judged = condition.evaluation or _evaluation(folder, after, "after")
+    stock_side = _evaluation(folder, before, "before")
+    if judged is not None:
+        condition = replace(condition, diagnosis=judged.diagnosis, evaluation=judged)
+    if judged is None or stock_side is None:
+        stock = _before(condition)
+    else:
+        stock = Condition("stock", diagnosis=stock_side.diagnosis, evaluation=stock_side)
+        found = condition.comparison or compare(
+            stock_side, judged, checkpoints=run_maps(folder), whole_layers=run.mode == "lora"
+        )
+        condition = replace(condition, comparison=found)
     return Source(folder, "run", folder.name, stock, (condition,), completions=_completions(folder))
+
+
+def _evaluation(folder: Path, named: Path | None, side: str) -> Evaluation | None:
+    """An evaluation that is named (a file or a folder), or one beside the run that fits it."""
+    if named is not None:
+        return Evaluation.load(named if named.is_file() else named / "evaluation.json")
+    path = folder.parent / side / "evaluation.json"
+    if not path.exists():
+        return None
+    found, run = Evaluation.load(path), RunSettings.load(folder)
+    ours = found.model.fingerprint == run.fingerprint
+    plans = [plan.targets for plan in plans_of(found.patches)]
+    fits = plans == ([] if side == "before" else [run.plan.targets])
+    return found if ours and fits else None
 
 
 def _before(after: Condition) -> Condition | None:

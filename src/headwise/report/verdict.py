@@ -9,9 +9,10 @@ that does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from headwise.alarms import Alarm
 from headwise.heads import heads_where
 from headwise.intervals import Interval
 from headwise.report.paper.drift import zone_drift
@@ -48,10 +49,29 @@ class Verdict:
     tone: Tone
     findings: tuple[Finding, ...]
     basis: str = ""  # how much it rests on, in one line
+    alarms: tuple[Alarm, ...] = ()  # what speaks against believing any of it
 
 
 def judge(source: Source) -> Verdict:
-    """The verdict on a study, a run or a bare measurement."""
+    """The verdict on a study, a run or a bare measurement; alarms come before everything else."""
+    found = _judge(source)
+    if not source.alarms:
+        return found
+    grave = [alarm for alarm in source.alarms if alarm.kind != "empty-completions"]
+    if not grave:
+        return replace(found, alarms=source.alarms)
+    count = _count(len(grave), "alarm")
+    without = Finding("Without the alarms it would read", found.headline, "caution")
+    return Verdict(
+        f"{count}: do not believe these numbers before they are explained.",
+        "bad",
+        (without, *found.findings),
+        found.basis,
+        source.alarms,
+    )
+
+
+def _judge(source: Source) -> Verdict:
     main = main_run(source)
     found = [_sickness(source)]
     if main is None:
@@ -80,7 +100,7 @@ def _basis(source: Source, main: Condition) -> str:
     text = f"After {steps} training steps, {seeds} seed{'s' * (seeds > 1)}"
     recovery = None if main.evaluation is None else main.evaluation.recovery
     if recovery:
-        text += f"; {recovery.functional} of {recovery.operated} heads functionally recovered"
+        text += f"; {recovery.functional} of {recovery.judged} judged heads functionally recovered"
     return f"{text}. Other budgets may order the arms otherwise."
 
 
@@ -189,12 +209,14 @@ def _count(number: int, noun: str) -> str:
 
 @dataclass(frozen=True)
 class Recovered:
-    """How many operated heads passed a test, seed by seed; seeds may treat other numbers."""
+    """How many heads passed a test of those it was put to, seed by seed."""
 
     passed: tuple[int, ...]
     operated: tuple[int, ...]
 
     def __str__(self) -> str:
+        if not any(self.operated):
+            return "none (no treated head was sick in stock)"
         if len(set(self.operated)) > 1:
             pairs = zip(self.passed, self.operated, strict=True)
             return " and ".join(f"{passed} of {operated}" for passed, operated in pairs)
@@ -203,12 +225,15 @@ class Recovered:
 
 
 def recovered(source: Source, arm: str, key: str = "functional") -> Recovered | None:
-    """`functional` or `not_sick` heads of an arm, over its seeds."""
+    """`functional` heads of those that were sick and judged, or `not_sick` of all treated ones."""
     found = [c.evaluation.recovery for c in source.of_arm(arm) if c.evaluation]
     known = [r for r in found if r]
     if not known:
         return None
-    return Recovered(tuple(getattr(r, key) for r in known), tuple(r.operated for r in known))
+    tested = "judged" if key == "functional" else "operated"
+    return Recovered(
+        tuple(getattr(r, key) for r in known), tuple(getattr(r, tested) for r in known)
+    )
 
 
 def _by_mass(source: Source, main: Condition) -> Finding | None:
@@ -233,7 +258,7 @@ def _by_function(source: Source, main: Condition) -> Finding | None:
     if ours is None:
         return None
     text = (
-        f"{ours} operated heads are functionally recovered: not sick, and "
+        f"{ours} judged heads are functionally recovered: sick in stock, not sick now, and "
         "ablating them raises held-out loss with 95% confidence."
     )
     others = []

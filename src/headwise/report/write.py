@@ -9,6 +9,7 @@ The same artefacts give the same bytes.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,35 @@ from headwise.report.verdict import judge
 __all__ = ["paper_tables", "published_figures", "write_report"]
 
 
-def write_report(source: Path, out: Path) -> Path:
-    """Report on a study, a run, or a folder with a diagnosis; returns the page's path."""
-    found = read_source(Path(source))
-    tables = paper_tables(found)
+def write_report(
+    source: Path,
+    out: Path,
+    *,
+    before: Path | None = None,
+    after: Path | None = None,
+    paper: bool | None = None,
+) -> Path:
+    """Report on a study, a run, or a folder with a diagnosis; returns the page's path.
+
+    `before` and `after` are evaluations that belong to a run. The paper's own rows and figures
+    stand beside BLOOM models only, unless `paper` says otherwise.
+    """
+    found = read_source(Path(source), before, after)
+    beside = (found.model is None or found.model.model_type == "bloom") if paper is None else paper
+    tables = paper_tables(found) if beside else own_tables(found)
     save_tables(tables, out / "tables")
-    figures = _write_figures(found, out / "figures")
-    return write_text(out / "report.html", render_page(found, judge(found), tables, figures))
+    figures = _write_figures(found, out / "figures", beside)
+    page = render_page(found, judge(found), tables, figures, paper=beside)
+    return write_text(out / "report.html", page)
+
+
+def own_tables(source: Source) -> list[Table]:
+    """The tables without the paper's rows and notes, those with something of this source."""
+    kept = [
+        replace(table, rows=tuple(row for row in table.rows if not table.is_paper(row)), notes=())
+        for table in paper_tables(source)
+    ]
+    return [table for table in kept if table.rows]
 
 
 def paper_tables(source: Source) -> list[Table]:
@@ -55,14 +78,14 @@ def published_figures(out: Path) -> list[Path]:
     return draw(out)
 
 
-def _write_figures(source: Source, folder: Path) -> list[Plate]:
+def _write_figures(source: Source, folder: Path, paper: bool) -> list[Plate]:
     """Draw and save every figure; one that has no data is an entry with words instead."""
     # matplotlib is slow to load: not before it is needed
     from headwise.report.figures import MORE_FIGURES
     from headwise.report.paper.figures import PAPER_FIGURES
 
     entries = []
-    for number, (slug, title, draw) in PAPER_FIGURES.items():
+    for number, (slug, title, draw) in PAPER_FIGURES.items() if paper else ():
         key = f"figure{number}_{slug}"
         path = _save(key, draw(source), folder)
         notes = FIGURE_NOTES[number]

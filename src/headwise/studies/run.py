@@ -35,11 +35,11 @@ from headwise.settings import changed
 from headwise.studies.study import PlanChoice, Study, StudyArm
 from headwise.studies.summary import summarise_study
 from headwise.surgery.plan import SurgeryPlan, make_plan, operated_heads
-from headwise.surgery.recipe import Recipe
+from headwise.surgery.recipe import Recipe, fit_positions
 from headwise.surgery.run_settings import PATCH, RUN
 from headwise.texts.corpus import Corpus, build_corpus
 from headwise.texts.text_sets import TextSet
-from headwise.therapy.repair import repair
+from headwise.therapy.repair import recipe_for, repair
 
 
 @dataclass(frozen=True)
@@ -64,20 +64,27 @@ class StudySetting:
                 block=recipe.block,
                 batch_tokens=recipe.batch_tokens,
                 excluded=heldout,
+                first_token=self.loaded.first_token,
             )
         return self.corpora[key]
+
+    def recipe(self, arm: StudyArm) -> Recipe:
+        """The recipe of an arm, fitted to the model where none is named."""
+        found = self.study.recipe_of(arm, recipe_for(self.loaded, arm.treatment))
+        return fit_positions(found, self.loaded.max_positions)
 
     @property
     def max_length(self) -> int:
         """Tokens a held-out text is cut at, at most what the model was made for."""
-        return min(self.study.max_length, self.loaded.max_positions or self.study.max_length)
+        return self.loaded.length(self.study.max_length)
 
 
 def run_study(study: Study, *, out: Path, progress: Progress = silent) -> Path:
     """Run, or go on with, a study; returns its folder."""
     _require_same(study, out)
     sweep(out)
-    loaded = load_model(study.model, dtype=study.dtype, device_map=study.device_map)
+    loaded = load_model(study.model, dtype=study.dtype, device_map=study.device_map, bos=study.bos)
+    stage(str(loaded.first_token), progress)
     setting = StudySetting(study, out, loaded, study.heldout_texts(), progress)
     stock = _stock_diagnosis(setting)
     plans = {arm.name: _plan(stock, arm.plan or study.plan) for arm in study.arms}
@@ -159,6 +166,7 @@ def _evaluate(
         max_length=setting.max_length,
         max_texts=setting.study.max_texts,
         batch_size=setting.study.batch_size,
+        stock=_stock_diagnosis(setting) if patches else None,
         progress=setting.progress,
     )
 
@@ -204,7 +212,7 @@ def _one_pass(
         plan.save(folder / "plan.yaml")
     done = arm.treatment or arm.mode
     stage(f"{arm.name} s{seed}: {done} on {len(plan.target_heads)} heads", setting.progress)
-    recipe = setting.study.recipe_of(arm)
+    recipe = setting.recipe(arm)
     run = repair(
         setting.loaded,
         plan,

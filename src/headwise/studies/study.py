@@ -56,6 +56,7 @@ class Study(_Strict):
     model: str = "patient"
     dtype: str | None = None
     device_map: str | None = None
+    bos: bool | None = None  # a BOS before every text, or none; by default decided at loading
     texts: list[str] = []  # held-out texts; empty: the model's default
     corpora: dict[str, list[str]] = {}  # name -> sources; `train` has a default for the patient
     plan: PlanChoice = PlanChoice(preset="pass1")
@@ -69,9 +70,9 @@ class Study(_Strict):
     ablate: Literal["all", "operated"] = "all"
     completions: int = 10  # prompts completed by each arm of the first seed; 0: none
 
-    def recipe_of(self, arm: StudyArm) -> Recipe:
-        """The recipe of one arm: the study's, with both sets of changes."""
-        base = recipe_named(self.recipe) if self.recipe else default_recipe(self.model)
+    def recipe_of(self, arm: StudyArm, fitted: Recipe | None = None) -> Recipe:
+        """The recipe of one arm: the study's, or the `fitted` one, with both sets of changes."""
+        base = recipe_named(self.recipe) if self.recipe else fitted or default_recipe(self.model)
         body = {**base.model_dump(), **self.changes, **arm.recipe}
         recipe = validated(Recipe, body, f"recipe of arm {arm.name}")
         return recipe if arm.mode in TRAINED else changed(recipe, steps=0)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from headwise.artefacts import sweep
 from headwise.models.tensor_files import read_safetensors, write_safetensors
 from headwise.surgery.job import Job
 from headwise.surgery.run_state import BEFORE, RunState, StepMap

@@ -7,11 +7,14 @@ to keys and values that heads share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+import numpy as np
 import yaml
+from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, model_serializer
 
 from headwise.artefacts import write_text
@@ -96,6 +99,7 @@ class SurgeryPlan(BaseModel):
     seed: int = 42
     treatments: dict[str, str] = {}  # treatment: its heads; targets not named are reinitialised
     doses: dict[str, float] = {}  # amounts by head or by treatment, else the treatment's own
+    bos: bool | None = None  # whether texts start with a BOS, as in the diagnosis
     summary: Annotated[PlanSummary | None, Empty] = None
 
     @property
@@ -185,22 +189,30 @@ def make_plan(
     compensate: Literal["none", "mean"] = "none",
     kv_policy: KvPolicy = "whole-group",
     seed: int = 42,
+    measures: Mapping[str, Float[np.ndarray, "layer head"]] | None = None,
 ) -> SurgeryPlan:
-    """A plan from a diagnosis: either a selection or a preset."""
+    """A plan from a diagnosis: either a selection or a preset.
+
+    `measures` are maps that the selection may name besides those of the diagnosis.
+    """
     if heads and preset and preset != "pass2":
         raise SelectionError("both heads and a preset are given", fix="choose one of them")
     selection = heads or preset_selection(diagnosis, preset, column)
     model = diagnosis.model
     shape = {"num_layers": model.num_layers, "num_heads": model.num_heads}
     sets = diagnosis.head_sets()
-    targets = select_heads(selection, **shape, sets=sets)
+    if model.positions != "alibi":
+        _refuse_band(selection, model)
+    maps = {**diagnosis.maps, **(measures or {})}
+    targets = select_heads(selection, **shape, sets=sets, maps=maps)
     if not targets:
         raise SelectionError(
             f"no head matches {selection!r}",
             where=model.id,
-            fix=f"the diagnosis counts {diagnosis.counts['sick']} sick heads; try --heads all",
+            fix=f"the diagnosis counts {diagnosis.counts['sick']} sick heads; "
+            "leave a healthy model alone, or choose heads by a measure",
         )
-    zone = named_ranges(selection, **shape) or sets["band"]
+    zone = named_ranges(selection, **shape) or (sets["band"] if model.positions == "alibi" else [])
     watched = [] if preset == "pass2" else [h for h in zone if h not in set(targets)]
     return SurgeryPlan(
         model=PlannedModel(**{key: getattr(model, key) for key in PlannedModel.model_fields}),
@@ -212,10 +224,21 @@ def make_plan(
         compensate=compensate,
         kv_policy=kv_policy,
         seed=seed,
+        bos=None if (found := diagnosis.provenance.settings) is None else found.bos,
         summary=_summary(
             model, targets, operated_groups(targets, model.group, kv_policy), compensate
         ),
     )
+
+
+def _refuse_band(selection: str, model: ModelInfo) -> None:
+    if re.search(r"\bband\b", selection):
+        raise SelectionError(
+            f"`band` means nothing with {model.positions} positions: only ALiBi gives a head index "
+            "the same slope in every layer",
+            where=model.id,
+            fix="use --heads sick",
+        )
 
 
 def preset_selection(diagnosis: Diagnosis, preset: Preset | None, column: int | None) -> str:
@@ -223,13 +246,15 @@ def preset_selection(diagnosis: Diagnosis, preset: Preset | None, column: int | 
     if preset is None:
         raise SelectionError("no heads chosen", fix="pass --heads SELECTION or --preset pass1")
     if preset != "column":
-        return {"pass1": "band & sick", "pass2": "sick"}[preset]
+        banded = preset == "pass1" and diagnosis.model.positions == "alibi"
+        return "band & sick" if banded else "sick"
     if column is None:
         raise SelectionError("the preset `column` needs a head index", fix="add --column 5")
     layers = sorted({head.layer for head in diagnosis.head_sets()["sick"]})
     if not layers:
         raise SelectionError("no sick layer: the preset `column` has nothing to go by")
-    return f"(band & sick), L{layers[0]}-{layers[-1]}H{column}"
+    band = "band & sick" if diagnosis.model.positions == "alibi" else "sick"
+    return f"({band}), L{layers[0]}-{layers[-1]}H{column}"
 
 
 def _summary(

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headwise.errors import SettingsError
 from headwise.models.patient import PATIENTS
-from headwise.settings import read_yaml, validated
+from headwise.settings import changed, read_yaml, validated
 
 
 class Recipe(BaseModel):
@@ -43,7 +43,10 @@ class Recipe(BaseModel):
         return self.block * self.batch_size * self.accumulation
 
 
-_PATIENT_WIDTH = 192
+_PATIENT_WIDTH, _PAPER_WIDTH, _PAPER_RATE = 192, 2048, 5e-5
+_STEP_TOKENS = 4096
+_SMALL = 30_000_000  # parameters up to which 16 blocks a pass fit a laptop's memory
+_EPOCHS = 3
 
 
 RECIPES: dict[str, Recipe] = {
@@ -78,9 +81,61 @@ def recipe_named(name: str) -> Recipe:
     )
 
 
+def known_recipe(model_name: str) -> Recipe | None:
+    """The recipe that was made for this very model, if there is one."""
+    if model_name in PATIENTS:
+        return RECIPES["patient"]
+    name = model_name.rstrip("/").rsplit("/", 1)[-1]
+    return RECIPES["bloom-1b7-pass1"] if name == "bloom-1b7" else None
+
+
 def default_recipe(model_name: str) -> Recipe:
-    """The recipe for a model if none is named."""
-    return RECIPES["patient" if model_name in PATIENTS else "bloom-1b7-pass1"]
+    """The recipe for a model if none is named and nothing but its name is known."""
+    return known_recipe(model_name) or fitted_recipe(_PAPER_WIDTH, None, _SMALL)
+
+
+def fitted_recipe(
+    width: int, positions: int | None, parameters: int, treatment: str | None = None
+) -> Recipe:
+    """A recipe for any model: block by its positions, rate by its width, batch by its size.
+
+    The two recipes that were tried, the patient's and the paper's, have 4,096 tokens a step; the
+    rate lies on the line between them (log rate over log width). A treated head starts near what
+    it was and bears a higher one.
+    """
+    base = RECIPES["patient"] if treatment in (None, "reinitialise") else None
+    if base is None:
+        return fit_positions(treatment_recipe(width, positions), positions)
+    block = min(256, positions or 256)
+    blocks = max(1, _STEP_TOKENS // block)
+    batch = max(1, min(blocks, round(16 * _SMALL / max(parameters, _SMALL))))
+    slope = math.log(base.lr / _PAPER_RATE) / math.log(_PAPER_WIDTH / _PATIENT_WIDTH)
+    return base.model_copy(
+        update={
+            "name": "fitted",
+            "block": block,
+            "batch_size": batch,
+            "accumulation": max(1, blocks // batch),
+            "lr": float(f"{min(base.lr, base.lr * (_PATIENT_WIDTH / width) ** slope):.2g}"),
+        }
+    )
+
+
+def fit_positions(recipe: Recipe, positions: int | None) -> Recipe:
+    """A recipe whose blocks are no longer than what the model was made for."""
+    return changed(recipe, block=min(recipe.block, positions or recipe.block))
+
+
+def fit_corpus(recipe: Recipe, tokens: int) -> Recipe:
+    """Steps for at most three passes over the corpus, and a batch that a small one can fill."""
+    accumulation = max(1, min(recipe.accumulation, tokens // (recipe.block * recipe.batch_size)))
+    batch = max(1, min(recipe.batch_size, tokens // recipe.block))
+    fitted = changed(recipe, accumulation=accumulation, batch_size=batch)
+    steps = max(1, min(recipe.steps, round(_EPOCHS * tokens / fitted.batch_tokens)))
+    every = max(1, min(recipe.validate_every, steps // 4))
+    return changed(
+        fitted, steps=steps, warmup=min(recipe.warmup, steps // 10), validate_every=every
+    )
 
 
 def treatment_recipe(width: int, positions: int | None) -> Recipe:

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from headwise.alarms import Alarm, cure_alarms, joined, loss_alarms
 from headwise.diagnosis.mean_outputs import measure_means
 from headwise.errors import SelectionError
 from headwise.models.architectures import device_of
@@ -31,8 +32,8 @@ from headwise.surgery.lora import LoraAdapter
 from headwise.surgery.modes import TRAINED, Mode, random_heads_plan, require_treated_mode
 from headwise.surgery.operation import require_planned_model, silence, unchanged
 from headwise.surgery.plan import SurgeryPlan
-from headwise.surgery.probes import first_token_map
-from headwise.surgery.recipe import Recipe, default_recipe
+from headwise.surgery.probes import first_token_map, mean_loss
+from headwise.surgery.recipe import Recipe, default_recipe, fit_positions
 from headwise.surgery.run_settings import PATCH, RUN, Outcome, RunSettings, is_finished
 from headwise.surgery.run_state import RunState
 from headwise.surgery.sink_directions import measure_directions
@@ -41,6 +42,7 @@ from headwise.surgery.training import train
 from headwise.surgery.treatments import measured_layers, prescribed, treat, with_treatment
 from headwise.texts.corpus import Corpus, build_corpus, spread_blocks
 from headwise.texts.text_sets import TextSet, as_text_set, default_corpus
+from headwise.texts.unigram import unigram_loss
 
 _HELD_BLOCKS = 64  # blocks of kept text whose hidden states stay in memory
 
@@ -57,6 +59,8 @@ class RepairRun:
     patch: Patch = field(repr=False)
     state: RunState = field(repr=False)
     outcome: Outcome = "trained"
+    stock_loss: float | None = None  # on the validation text
+    alarms: tuple[Alarm, ...] = ()
 
 
 @takes_model
@@ -76,15 +80,19 @@ def repair(
     treatment: str | None = None,
     dose: float | None = None,
     keep: TextSet | Sequence[str] | None = None,
+    bos: bool | None = None,
     progress: Progress = silent,
 ) -> RepairRun:
     """Repair in one mode and write `out/`; the model is left as it was, the result is the patch.
 
     Without a `corpus` the patient is trained on its own; without a `recipe` the model's default is
-    used. `excluded` texts, those of a later evaluation, are left out of the corpus.
+    used. `excluded` texts, those of a later evaluation, are left out of the corpus. The first token
+    is the plan's; a `bos` that differs from it is refused.
     """
+    loaded = loaded.starting_with(bos).inheriting(plan.bos, "the plan")
+    plan = changed(plan, bos=loaded.bos)
     out, model = Path(out), loaded.model
-    recipe = recipe or default_recipe(loaded.id)
+    recipe = fit_positions(recipe or default_recipe(loaded.id), loaded.max_positions)
     if not plan.targets:
         raise SelectionError("the plan has no targets", fix="choose heads, or --treatment auto")
     fingerprint = require_planned_model(model, plan, force=force)
@@ -103,18 +111,56 @@ def repair(
         settings.save(out)
     job = _job(model, settings, blocks, out, _tracker(tracker, out, settings))
     job = replace(job, held=_held(loaded, keep, recipe, excluded))
+    stock, unigram = stock_reading(loaded, blocks, recipe)
     patch, state = _run(job, settings, resume, progress)
+    patch = replace(patch, documents=blocks.documents)
     patch.save(out / PATCH)
     outcome = _outcome(settings, state)
-    replace(settings, finished=True, outcome=outcome).save(out)
+    alarms = _alarms(loaded, stock, unigram, state)
+    settings = replace(settings, finished=True, outcome=outcome, stock_loss=stock, alarms=alarms)
+    settings.save(out)
     shutil.rmtree(out / PREFIX, ignore_errors=True)
-    return RepairRun(out, mode, patch, state, outcome)
+    return RepairRun(out, mode, patch, state, outcome, stock, alarms)
 
 
 def finished_run(out: Path) -> RepairRun:
     """A run that was finished before, from its directory."""
     settings = RunSettings.load(out)
-    return RepairRun(out, settings.mode, Patch.load(out / PATCH), RunState(), settings.outcome)
+    return RepairRun(
+        out,
+        settings.mode,
+        Patch.load(out / PATCH),
+        RunState(),
+        settings.outcome,
+        settings.stock_loss,
+        settings.alarms,
+    )
+
+
+def stock_reading(
+    loaded: LoadedModel, corpus: Corpus, recipe: Recipe
+) -> tuple[float | None, float | None]:
+    """Validation loss before the operation, and a unigram model's on the same text."""
+    blocks = corpus.validation[: recipe.validation_blocks]
+    if not blocks:
+        return None, None
+    rows = [
+        row[:length].tolist()
+        for block in blocks
+        for row, length in zip(block.ids, block.lengths, strict=True)
+    ]
+    return mean_loss(loaded.model, blocks), unigram_loss(rows, loaded.num_embeddings)
+
+
+def _alarms(
+    loaded: LoadedModel, stock: float | None, unigram: float | None, state: RunState
+) -> tuple[Alarm, ...]:
+    if stock is None:
+        return loaded.alarms
+    unusable = loss_alarms("stock on validation text", stock, loaded.num_embeddings, unigram)
+    usable = not loss_alarms("", state.best_loss, loaded.num_embeddings, unigram)
+    cured = cure_alarms(stock, state.best_loss) if unusable and usable else ()
+    return joined(loaded.alarms, unusable, cured)
 
 
 def _outcome(settings: RunSettings, state: RunState) -> Outcome:
@@ -158,6 +204,7 @@ def _held(
         batch_tokens=2,
         validation_share=0.0,
         excluded=excluded,
+        first_token=loaded.first_token,
     )
     return hold(loaded.model, spread_blocks(corpus.train, _HELD_BLOCKS))
 
@@ -177,6 +224,7 @@ def repair_corpus(
         block=recipe.block,
         batch_tokens=recipe.batch_tokens,
         excluded=excluded,
+        first_token=loaded.first_token,
     )
 
 

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from headwise.alarms import Alarm
 from headwise.artefacts import load_artefact, save_artefact, versions
 from headwise.errors import ArtefactError
 from headwise.surgery.modes import Mode
 from headwise.surgery.plan import SurgeryPlan
 from headwise.surgery.recipe import Recipe
 from headwise.texts.corpus_info import CorpusInfo
-from headwise.values import from_plain, plain_fields
+from headwise.values import Finite, from_plain, plain_fields
 
 Outcome = Literal["", "trained", "sham", "unchanged", "empty"]  # of the patch; "" until finished
 
@@ -40,6 +41,8 @@ class RunSettings:
     finished: bool = False
     kept: str = ""  # hash of the text on which the model was held to stock
     outcome: Outcome = ""  # sham: the best validated state was the untrained operation
+    stock_loss: Finite | None = None  # on the validation text, before the operation
+    alarms: tuple[Alarm, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The body of `run.json`."""

@@ -15,7 +15,8 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from headwise.errors import TextError
+from headwise.errors import ModelError, TextError
+from headwise.models.loaded_model import LoadedModel
 
 DEFAULT_MAX_LENGTH = 512
 
@@ -25,19 +26,18 @@ def encode_texts(
     texts: Sequence[str],
     *,
     max_length: int | None = DEFAULT_MAX_LENGTH,
-    bos: bool = False,
+    bos: bool | None = None,
     minimum: int = 2,
 ) -> list[list[int]]:
-    """Token ids of each text, cut at `max_length`; special tokens as the tokenizer adds them."""
+    """Token ids of each text, cut at `max_length`.
+
+    `bos` puts a BOS in front, or takes it away; by default it is as the tokenizer has it.
+    """
     if not texts:
         raise TextError("there is no text", fix="pass --texts with at least one non-empty text")
     encoded = []
     for number, text in enumerate(texts):
-        ids = list(tokenizer(text, truncation=False, verbose=False)["input_ids"])
-        if bos and (not ids or ids[0] != tokenizer.bos_token_id):
-            if tokenizer.bos_token_id is None:
-                raise TextError("--bos: the tokenizer has no BOS token", fix="run without --bos")
-            ids = [tokenizer.bos_token_id, *ids]
+        ids = token_ids(tokenizer, text, bos)
         if len(ids) < minimum:
             raise TextError(
                 f"text {number} has {len(ids)} token{'s' * (len(ids) != 1)}, "
@@ -46,6 +46,44 @@ def encode_texts(
             )
         encoded.append(ids[:max_length])
     return encoded
+
+
+def token_ids(tokenizer: PreTrainedTokenizerBase, text: str, bos: bool | None = None) -> list[int]:
+    """One text as tokens, with a BOS in front, without one, or as the tokenizer has it."""
+    ids = list(tokenizer(text, truncation=False, verbose=False)["input_ids"])
+    if bos is None or bos == (bool(ids) and ids[0] == tokenizer.bos_token_id):
+        return ids
+    if not bos:
+        return ids[1:]
+    if tokenizer.bos_token_id is None:
+        raise TextError("--bos: the tokenizer has no BOS token", fix="run without --bos")
+    return [tokenizer.bos_token_id, *ids]
+
+
+def encode_for(
+    loaded: LoadedModel,
+    texts: Sequence[str],
+    *,
+    max_length: int | None = DEFAULT_MAX_LENGTH,
+    minimum: int = 2,
+) -> list[list[int]]:
+    """The texts as a model is to read them: its first token, its positions, its vocabulary."""
+    cut = None if max_length is None else loaded.length(max_length)
+    encoded = encode_texts(loaded.tokenizer, texts, max_length=cut, bos=loaded.bos, minimum=minimum)
+    require_embedded(loaded, encoded)
+    return encoded
+
+
+def require_embedded(loaded: LoadedModel, encoded: Sequence[Sequence[int]]) -> None:
+    """Refuse a token that the model has no embedding for, before it reads memory that is none."""
+    largest = max(map(max, encoded))
+    if largest >= loaded.num_embeddings:
+        raise ModelError(
+            f"the text has token {largest}, the model embeds {loaded.num_embeddings}: the "
+            "tokenizer is larger than the embedding",
+            where=loaded.id,
+            fix="load the tokenizer that belongs to these weights",
+        )
 
 
 @dataclass(frozen=True)

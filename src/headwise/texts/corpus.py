@@ -16,9 +16,10 @@ from transformers import PreTrainedTokenizerBase
 
 from headwise.artefacts import content_hash
 from headwise.errors import TextError
-from headwise.texts.batches import Batch, batches
+from headwise.models.first_token import FirstToken
+from headwise.texts.batches import Batch, batches, token_ids
 from headwise.texts.corpus_info import CorpusInfo
-from headwise.texts.text_sets import TextSet
+from headwise.texts.text_sets import TextSet, document_hash
 
 VALIDATION_SHARE = 0.05
 
@@ -34,6 +35,7 @@ class Corpus:
     train: tuple[Batch, ...] = field(repr=False)
     validation: tuple[Batch, ...] = field(repr=False)
     info: CorpusInfo
+    documents: tuple[str, ...] = field(default=(), repr=False)  # hashes of all that was kept
 
 
 def in_validation(text: str, share: float = VALIDATION_SHARE) -> bool:
@@ -50,8 +52,12 @@ def build_corpus(
     batch_tokens: int,
     validation_share: float = VALIDATION_SHARE,
     excluded: Sequence[str] = (),
+    first_token: FirstToken | None = None,
 ) -> Corpus:
-    """Tokenise, split and group a corpus; `excluded` documents (evaluation texts) are left out."""
+    """Tokenise, split and group a corpus; `excluded` documents (evaluation texts) are left out.
+
+    Without a `first_token` documents start as the tokenizer has them.
+    """
     forbidden = {content_hash([text]) for text in excluded}
     unique = list(dict.fromkeys(texts.texts))
     kept = [text for text in unique if content_hash([text]) not in forbidden]
@@ -59,7 +65,7 @@ def build_corpus(
         "train": [text for text in kept if not in_validation(text, validation_share)],
         "validation": [text for text in kept if in_validation(text, validation_share)],
     }
-    blocks = {name: _blocks(docs, tokenizer, block) for name, docs in parts.items()}
+    blocks = {name: _blocks(docs, tokenizer, block, first_token) for name, docs in parts.items()}
     tokens = {name: sum(int(b.lengths.sum()) for b in found) for name, found in blocks.items()}
     if tokens["train"] < batch_tokens:
         raise TextError(
@@ -78,17 +84,22 @@ def build_corpus(
         train_tokens=tokens["train"],
         validation_tokens=tokens["validation"],
     )
-    return Corpus(texts.name, tuple(blocks["train"]), tuple(blocks["validation"]), info)
+    hashes = tuple(sorted(document_hash(text) for text in kept))
+    return Corpus(texts.name, tuple(blocks["train"]), tuple(blocks["validation"]), info, hashes)
 
 
 def _blocks(
-    documents: Sequence[str], tokenizer: PreTrainedTokenizerBase, block: int
+    documents: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    block: int,
+    first_token: FirstToken | None,
 ) -> list[Batch]:
+    bos = None if first_token is None else first_token.bos
+    every = first_token is not None and first_token.bos and first_token.needed
     pieces: list[list[int]] = []
     owners: list[int] = []
     for number, text in enumerate(documents):
-        ids = list(tokenizer(text, truncation=False, verbose=False)["input_ids"])
-        cut = [ids[i : i + block] for i in range(0, len(ids), block)]
+        cut = _pieces(token_ids(tokenizer, text, bos), block, every)
         pieces += [piece for piece in cut if len(piece) >= 2]
         owners += [number] * (len(pieces) - len(owners))
     # Pieces of like length share a block, so that rows need little padding.
@@ -108,6 +119,14 @@ def _block(pieces: list[list[int]], owners: list[int]) -> Batch:
     """Pieces as one batch; the index of a row is its document."""
     batch = next(batches(pieces, len(pieces)))
     return replace(batch, index=tuple(owners[place] for place in batch.index))
+
+
+def _pieces(ids: list[int], block: int, every: bool) -> list[list[int]]:
+    """A document in pieces of at most `block` tokens; with `every` each one starts with the BOS."""
+    if not every:
+        return [ids[i : i + block] for i in range(0, len(ids), block)]
+    bos, rest = ids[:1], ids[1:]
+    return [bos + rest[i : i + block - 1] for i in range(0, len(rest), block - 1)]
 
 
 def block_order(num_blocks: int, seed: int, epoch: int) -> list[int]:

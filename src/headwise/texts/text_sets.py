@@ -37,6 +37,11 @@ class TextSet:
         return TextInfo(self.name, len(self.texts), self.sha256, tokens)
 
 
+def document_hash(text: str) -> str:
+    """The identity of a document, whatever its white space: 16 hexadecimal digits."""
+    return content_hash([" ".join(text.split())])[:16]
+
+
 def bundled_texts() -> TextSet:
     """A varied set of our own: prose, code and several languages."""
     folder = DATA / "texts"

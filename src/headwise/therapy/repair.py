@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from headwise.diagnosis.diagnose import diagnose
 from headwise.models.loaded_model import LoadedModel, takes_model
-from headwise.models.patient import PATIENTS
-from headwise.progress import Progress, silent
+from headwise.progress import Progress, silent, stage
 from headwise.settings import changed
 from headwise.surgery.modes import Mode, require_treated_mode
 from headwise.surgery.plan import SurgeryPlan, make_plan
-from headwise.surgery.recipe import Recipe, default_recipe, treatment_recipe
+from headwise.surgery.recipe import Recipe, fit_corpus, fit_positions, fitted_recipe, known_recipe
 from headwise.surgery.repair import RepairRun, repair as repair_heads, repair_corpus
 from headwise.texts.corpus import Corpus, spread_blocks
 from headwise.texts.text_sets import TextSet
@@ -39,17 +39,25 @@ def repair(
     excluded: Sequence[str] = (),
     tracker: str | None = None,
     keep: TextSet | Sequence[str] | None = None,
+    bos: bool | None = None,
+    changes: Mapping[str, Any] | None = None,
     progress: Progress = silent,
 ) -> RepairRun:
     """Repair in one mode and write `out/`; the model is left as it was, the result is the patch.
+
+    Without a `recipe` one is fitted to the model and the corpus; `changes` to it come last. The
+    first token is the plan's; a `bos` that differs from it is refused.
 
     `treatment="auto"` chooses per head and ends in an empty patch unless the repaired model is
     better than stock on validation text with 95% confidence; without a plan it treats sick heads.
     On `keep` texts the model is held to what stock says (the recipe's `hold_weight` times the KL).
     """
-    chosen = recipe or recipe_for(loaded, treatment)
-    blocks = repair_corpus(corpus, loaded, chosen, excluded)
-    given = plan or plan_sick_heads(loaded, blocks, chosen)
+    loaded = loaded.starting_with(bos)
+    if plan is not None:
+        loaded = loaded.inheriting(plan.bos, "the plan")
+    blocks, chosen = cut_corpus(loaded, corpus, recipe, treatment, changes or {}, excluded)
+    stage(told_recipe(chosen, loaded, blocks.info.train_tokens), progress)
+    given = changed(plan or plan_sick_heads(loaded, blocks, chosen), bos=loaded.bos)
     if treatment == AUTO:
         require_treated_mode(mode)
         return repair_automatically(
@@ -83,12 +91,46 @@ def repair(
     )
 
 
-def recipe_for(loaded: LoadedModel, treatment: str | None) -> Recipe:
-    """The recipe if none is named: for treated heads one that fits the model's width."""
-    if treatment in (None, "reinitialise") or loaded.id in PATIENTS:
-        return default_recipe(loaded.id)
+def cut_corpus(
+    loaded: LoadedModel,
+    corpus: TextSet | Corpus | Sequence[str] | None,
+    recipe: Recipe | None,
+    treatment: str | None,
+    changes: Mapping[str, Any],
+    excluded: Sequence[str] = (),
+) -> tuple[Corpus, Recipe]:
+    """The corpus in blocks, and the recipe that fits it if none is given."""
+    given = recipe or known_recipe(loaded.id)
+    start = fit_positions(
+        changed(given or recipe_for(loaded, treatment), **changes), loaded.max_positions
+    )
+    if given is not None:
+        return repair_corpus(corpus, loaded, start, excluded), start
+    smallest = changed(start, batch_size=1, accumulation=1)
+    blocks = repair_corpus(corpus, loaded, smallest, excluded)
+    fitted = changed(fit_corpus(start, blocks.info.train_tokens), **changes)
+    return blocks, fit_positions(fitted, loaded.max_positions)
+
+
+def recipe_for(loaded: LoadedModel, treatment: str | None = None) -> Recipe:
+    """The recipe if none is named: the model's own, or one that fits its width and positions."""
+    found = known_recipe(loaded.id)
+    if found is not None:
+        return found
     width = int(loaded.model.config.get_text_config().hidden_size)
-    return treatment_recipe(width, loaded.max_positions)
+    parameters = loaded.model.num_parameters()
+    return fitted_recipe(width, loaded.max_positions, parameters, treatment)
+
+
+def told_recipe(recipe: Recipe, loaded: LoadedModel, tokens: int) -> str:
+    """The recipe and what decided it, in one line."""
+    width = int(loaded.model.config.get_text_config().hidden_size)
+    positions = loaded.max_positions
+    return (
+        f"recipe {recipe.name}: {recipe.steps} steps of {recipe.batch_tokens:,} tokens at lr "
+        f"{recipe.lr:.2g}, blocks of {recipe.block} (width {width}, "
+        f"{positions or 'any number of'} positions, {tokens:,} training tokens)"
+    )
 
 
 def plan_sick_heads(loaded: LoadedModel, corpus: Corpus, recipe: Recipe) -> SurgeryPlan:
