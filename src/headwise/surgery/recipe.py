@@ -39,8 +39,12 @@ class Recipe(BaseModel):
 
     @property
     def batch_tokens(self) -> int:
-        """Tokens a step, at most."""
+        """Tokens per step, at most."""
         return self.block * self.batch_size * self.accumulation
+
+    def with_changes(self, **changes: float | str | bool) -> Recipe:
+        """The recipe with some fields changed, checked again."""
+        return changed(self, **changes)
 
 
 _PATIENT_WIDTH, _PAPER_WIDTH, _PAPER_RATE = 192, 2048, 5e-5
