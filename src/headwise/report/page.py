@@ -308,6 +308,10 @@ def _facts(source: Source) -> list[Fact]:
             facts |= _measurement_facts(condition.diagnosis.provenance)
     main = main_run(source)
     if main is not None and main.run is not None:
+        planned = main.run.plan.model
+        if source.model is None:  # a bare run knows the shape alone
+            facts["shape"] = f"{planned.num_layers} layers x {planned.num_heads} heads"
+            facts["weight fingerprint"] = main.run.fingerprint
         facts["plan"] = f"{main.run.plan.targets} ({main.run.plan.selection})"
         facts["recipe"] = _pairs(main.run.recipe)
     return [Fact(name, value) for name, value in facts.items() if value]

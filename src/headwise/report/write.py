@@ -37,7 +37,7 @@ def write_report(
     `before` and `after` are evaluations that belong to a run. The paper's own rows and figures
     stand beside BLOOM models only, unless `paper` says otherwise.
     """
-    found = read_source(Path(source), before, after)
+    out, found = Path(out), read_source(Path(source), before, after)
     beside = (found.model is None or found.model.model_type == "bloom") if paper is None else paper
     tables = paper_tables(found) if beside else own_tables(found)
     save_tables(tables, out / "tables")
