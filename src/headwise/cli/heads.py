@@ -163,6 +163,9 @@ def check(
     dtype: Dtype = None,
     allow_pickle: AllowPickle = False,
     trust_remote_code: RemoteCode = False,
+    write_row: Annotated[
+        bool, typer.Option("--write-row", help="Print the model's row, to contribute it.")
+    ] = False,
     seed: Seed = 0,
     quiet: Quiet = False,
 ) -> None:
@@ -180,7 +183,7 @@ def check(
     if not result.passed:
         raise UnknownArchitectureError(
             f"the heads of {model} are not separable as the table says: {result.reason()}",
-            fix="correct the row in src/headwise/models/families.py, or leave this model alone",
+            fix="correct its row in src/headwise/models/families/rows.py, or leave it alone",
         )
     console(quiet).print(
         f"{model}: {loaded.model.config.model_type}, {geometry.num_layers} layers x "
@@ -188,8 +191,14 @@ def check(
         f"{geometry.head_dim}), {positions_of(loaded.model)} positions.\n"
         f"Heads are separable: {len(result.probes)} slices moved exactly their own heads; "
         f"silencing equals ablation within {result.silencing_error:.0e}, the tap changes logits by "
-        f"{result.logit_change:.0e} of their size."
+        f"{result.logit_change:.0e} of their size over {result.difference.length} tokens "
+        f"({', '.join(result.difference.implementations)})."
     )
+    if write_row:
+        from headwise.models.architectures import architecture_of
+        from headwise.models.families.proposal import row_text
+
+        typer.echo(row_text(loaded.model.config.model_type, architecture_of(loaded.model)))
     wrote([path], quiet)
 
 

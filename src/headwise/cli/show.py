@@ -30,7 +30,7 @@ def head_grid(diagnosis: Diagnosis, name: str = "first_token_mass") -> Text:
     text = Text("layer\\head ")
     text.append("".join(f"{h % 100:>3}" for h in range(mass.shape[1])) + "\n", style="dim")
     for layer, row in enumerate(diagnosis.classes):
-        text.append(f"{layer:>10} ", style="dim")
+        text.append(f"{diagnosis.model.layer_numbers[layer]:>10} ", style="dim")
         for head, label in enumerate(row):
             digit = CLASS_LETTERS[label] + f"{min(int(mass[layer, head] * 10), 9)}"
             text.append(f" {digit}", style=f"black on {CLASS_COLOURS[label]}")
