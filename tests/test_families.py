@@ -25,7 +25,7 @@ from headwise.models.architectures import (
 from headwise.proof.ablation import ablate_heads
 from headwise.texts.batches import batches
 from test_tap import TOLERANCE, token_ids
-from tiny import MORE
+from tiny import MORE, UNEVEN
 
 TEXTS = [token_ids(131, 1), token_ids(20, 2)]  # past every window and chunk, and short of them
 
@@ -90,3 +90,8 @@ def test_heads_bear_the_models_own_layer_numbers(model):
     geometry = geometry_of(model)
     seen = measure_heads(model, batches(TEXTS[1:], 1), num_texts=1, max_length=20)
     assert seen.values["entropy"].shape == (1, geometry.num_layers, geometry.num_heads)
+
+
+def test_only_uneven_layers_stand_in_the_way_of_surgery(model):
+    shapes = {geometry_of(model, layer) for layer in attention_layers(model)}
+    assert (len(shapes) > 1) == (str(model.config.model_type) in UNEVEN)

@@ -389,5 +389,8 @@ REFUSED: dict[str, tuple[str, dict]] = {
     "jetmoe": ("jetmoe", {"kv_channels": 8, "num_key_value_heads": 2, **EXPERTS}),
 }
 
+# layers differ in their heads' widths or key groups: no plan counts them once for all
+UNEVEN = {"gemma4_text", "mimo_v2_flash"}
+
 # a recurrence amplifies rounding; scaled up twentyfold nothing could be told from noise
 SOFT = {"recurrent_gemma": 3.0, "gemma4": 8.0, "minicpm3": 8.0, "youtu": 4.0}
