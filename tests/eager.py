@@ -12,7 +12,13 @@ import numpy as np
 import torch
 
 from headwise.heads import Head
-from headwise.models.architectures import geometry_of, is_transposed, projection_of
+from headwise.models.architectures import (
+    alibi_slopes,
+    attention_of,
+    geometry_of,
+    is_transposed,
+    projection_of,
+)
 from headwise.models.slices import head_spans
 
 
@@ -21,7 +27,7 @@ def watched(model):
     """What goes into each output projection and comes out of each value projection, by layer."""
     seen: dict[str, dict[int, torch.Tensor]] = {"out": {}, "value": {}}
     handles = []
-    for layer in range(geometry_of(model).num_layers):
+    for layer in geometry_of(model).layers:
 
         def before(_, inputs, layer=layer):
             seen["out"][layer] = inputs[0].detach().double()
@@ -40,16 +46,22 @@ def watched(model):
 
 def split_heads(model, out):
     """(batch, query, head * dim) -> (batch, head, query, dim)."""
-    geometry = geometry_of(model)
-    return out.unflatten(-1, (geometry.num_heads, geometry.head_dim)).transpose(1, 2)
+    return out.unflatten(-1, (geometry_of(model).num_heads, -1)).transpose(1, 2)
 
 
 def head_values(model, layer, projected):
     """The value vectors each query head reads, cut out of the projection by the table's spans."""
+    if projected.dim() == 4:  # latent attention expands as if there were one head
+        projected = projected.squeeze(1)
+    projected = projected * (getattr(model.config, "attention_value_scale", None) or 1.0)
     clip = getattr(model.config, "clip_qkv", None)
     clip = clip or getattr(getattr(model.config, "attn_config", None), "clip_qkv", None)
     if clip:
         projected = projected.clamp(-clip, clip)
+    norm = getattr(attention_of(model, layer), "v_norm", None)
+    if norm is not None:  # head by head, without weights
+        width = geometry_of(model, layer).head_dim
+        projected = norm(projected.unflatten(-1, (-1, width)).float()).double().flatten(-2)
     spans = [
         next(iter(head_spans(model, Head(layer, index), "v").values()))
         for index in range(geometry_of(model).num_heads)
@@ -64,46 +76,90 @@ def window_of(model, layer):
     return window if window and (types is None or types[layer] == "sliding_attention") else 10**9
 
 
+def keys_seen(p, logits):
+    """How many keys each query may look at, by the mask that the model's own code applied."""
+    seen = p > 0 if logits is None else logits > -1e20
+    return seen.any(0).sum(-1).double()
+
+
+@contextmanager
+def softmax_inputs():
+    """Every (head, query, key) tensor of logits that the model's own code gives to softmax."""
+    seen, own = [], torch.nn.functional.softmax
+
+    def softmax(logits, *args, **kwargs):
+        if logits.dim() == 4 and logits.shape[-1] == logits.shape[-2]:
+            seen.append(logits[0].double())
+        return own(logits, *args, **kwargs)
+
+    torch.nn.functional.softmax = softmax
+    try:
+        yield seen
+    finally:
+        torch.nn.functional.softmax = own
+
+
 @torch.inference_mode()
 def eager_measures(model, ids, *, skip=0):
     """name -> (layer, head) of one text, and the first-token mass of each query."""
-    with watched(model) as seen:
+    with watched(model) as seen, softmax_inputs() as logits:
         output = model(torch.tensor([ids]), output_attentions=True, use_cache=False)
-    layers = []
-    for layer, attention in enumerate(output.attentions):
+    shown = [p for p in output.attentions if p is not None and p.shape[-1] == len(ids)]
+    numbers = geometry_of(model).layers
+    layers, masses = [], []
+    for place, (layer, attention) in enumerate(zip(numbers, shown, strict=True)):
         out = split_heads(model, seen["out"][layer])[0]
         value = head_values(model, layer, seen["value"][layer])[0]
         weight = projection_of(model, layer, "o").weight.detach().double()
         weight = weight if is_transposed(projection_of(model, layer, "o")) else weight.T
         weight = weight.unflatten(0, (len(out), -1))  # (head, dim, hidden)
-        layers.append(
-            layer_measures(attention[0].double(), out, value, weight, window_of(model, layer), skip)
-        )
+        p = without_sink(attention_of(model, layer), attention[0].double(), out, value)
+        given = logits[place] if len(logits) == len(shown) else None
+        found = layer_measures(p, out, value, weight, skip, given)
+        if given is not None and alibi_slopes(model) is None:
+            found["max_logit"] = given[:, skip:].amax((1, 2))
+        layers.append(found)
+        masses.append(p[:, :, 0].tolist())
     measures = {name: np.array([layer[name].tolist() for layer in layers]) for name in layers[0]}
-    mass = np.array([attention[0, :, :, 0].tolist() for attention in output.attentions])
-    return measures, mass  # mass: (layer, head, query)
+    return measures, np.array(masses)  # mass: (layer, head, query)
 
 
-def layer_measures(p, out, value, weight, window, skip):
+def without_sink(module, p, out, value):
+    """Attention on keys alone: some families show it before a learned sink takes its share."""
+    if getattr(module, "sinks", None) is None or (p.sum(-1) < 1 - 1e-6).any():
+        return p
+    whole = p @ value
+    return p * ((out * whole).sum(-1) / whole.square().sum(-1))[..., None]
+
+
+def layer_measures(p, out, value, weight, skip, logits):
     """Every measure by its definition; p is (head, query, key)."""
     length = p.shape[-1]
     query = torch.arange(length)
-    entropy = torch.special.entr(p).sum(-1)
-    visible = (query + 1).clamp(max=window).double()
+    learned = (1 - p.sum(-1)).clamp_min(0)
+    learned = torch.where(learned < 1e-5, 0, learned)
+    entropy = torch.special.entr(p).sum(-1) + torch.special.entr(learned)
+    uniform = keys_seen(p, logits).log()
     later = slice(max(1, skip), None)
     distance = query[:, None] - query[None, :]
     power = out.square().sum(-1)
     norm = power.sqrt()[:, skip:].mean(-1)
-    along = (out * value[:, :1]).sum(-1)
+    whole = p @ value  # before a gate, if there is one
+    gate = torch.where(whole == 0, 0, out / whole)
+    along = (out * gate * value[:, :1]).sum(-1)
     value_norm = value.norm(dim=-1)
     local = torch.where((distance >= 0) & (distance <= 2), p, 0).sum(-1)
+    normalized = torch.where(uniform > 0, entropy / uniform, 0)
+    mean_key = (p * query).sum(-1) / p.sum(-1)
     return {
         "first_token_mass": p[:, skip:, 0].mean(-1),
         "entropy": entropy[:, skip:].mean(-1),
-        "normalized_entropy": (entropy / visible.log())[:, later].mean(-1),
+        "normalized_entropy": normalized[:, later].mean(-1),
         "local_mass": local[:, skip:].mean(-1),
         "previous_token_mass": p.diagonal(-1, 1, 2)[:, max(0, skip - 1) :].mean(-1),
-        "mean_distance": (p * distance).sum(-1)[:, skip:].mean(-1),
+        "mean_distance": (query - mean_key)[:, skip:].mean(-1),
+        "first_4_token_mass": p[:, skip:, :4].sum(-1).mean(-1),
+        "learned_sink_share": learned[:, skip:].mean(-1),
         "output_norm": norm,
         "output_norm_ratio": norm / norm.mean(),
         "projected_norm": torch.einsum("htd,hdm->htm", out, weight)[:, skip:].norm(dim=-1).mean(-1),

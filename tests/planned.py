@@ -42,7 +42,7 @@ TINY_RECIPE = Recipe(
 def plan_for(model, targets="L0H1,L1H0-1", watched="", **options):
     """A plan for a loaded model; every head that is no target counts as healthy."""
     described = describe_model(model, "tiny")
-    shape = {"num_layers": described.num_layers, "num_heads": described.num_heads}
+    shape = {key: getattr(described, key) for key in ("num_layers", "num_heads", "layers")}
     chosen = select_heads(targets, **shape)
     healthy = set(select_heads("all", **shape)) - set(chosen)
     return SurgeryPlan(

@@ -8,7 +8,18 @@ import pytest
 import torch
 
 from headwise.forward import attention
-from headwise.forward.attention import TILE, Scores, attend, fused_is_trusted, mass_at, moments
+from headwise.forward.attention import (
+    TILE,
+    Scores,
+    attend,
+    first_keys_mass,
+    fused_is_trusted,
+    mass_at,
+    moments,
+    sink_share,
+    tile_scores,
+)
+from headwise.forward.max_logit import max_logits
 
 LENGTH, HEADS, DIM = TILE + 77, 6, 8  # more than one tile, and not a multiple of it
 
@@ -206,3 +217,44 @@ def test_a_kernel_that_disagrees_is_not_trusted(monkeypatch):
     monkeypatch.undo()
     fused_is_trusted.cache_clear()
     assert fused_is_trusted("cpu", torch.float32)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kv_heads", [6, 2])
+def test_the_largest_logit_is_the_largest_of_all_pairs(case, kv_heads, monkeypatch):
+    scores, v = make(case, kv_heads)
+    _, lse = attend(scores, v)
+    real = torch.ones(2, LENGTH, dtype=torch.bool)
+    real[1, 250:] = False
+    if scores.visible is not None:
+        real &= scores.visible
+    logits = tile_scores(replace(scores, window=None), 0, LENGTH).logits
+    logits = logits.masked_fill(~attention._allowed(scores, 0, LENGTH, 0), -torch.inf)
+    if scores.bias is not None:
+        logits = logits - scores.bias.transpose(-1, -2)
+    expected = logits.masked_fill(~real[:, None, :, None], -torch.inf).amax((2, 3))
+    found = max_logits(scores, lse, real)
+    torch.testing.assert_close(found.value, expected, rtol=1e-5, atol=1e-4)
+    assert torch.equal(found.value, found.upper)  # exact, and said so
+    monkeypatch.setattr("headwise.forward.max_logit.EXACT_LENGTH", 10)
+    bounds = max_logits(scores, lse, real)
+    assert (bounds.value <= expected + 1e-4).all()
+    assert (bounds.upper >= expected - 1e-4).all()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_mass_on_the_first_keys_is_that_of_each_together(case):
+    scores, v = make(case, 2)
+    _, lse = attend(scores, v)
+    logits = tile_scores(replace(scores, window=None), 0, LENGTH).logits
+    p = (logits - lse[..., None]).exp()
+    p = torch.where(attention._allowed(scores, 0, LENGTH, 0), p, 0)
+    at = (
+        torch.ones_like(lse, dtype=torch.bool)
+        if scores.visible is None
+        else (scores.visible[:, None].expand_as(lse))
+    )
+    found = first_keys_mass(scores, lse, 4)
+    assert (found - p[..., :4].sum(-1))[at].abs().max() < 1e-5
+    learned = sink_share(scores, lse)
+    assert (p.sum(-1) + learned - 1)[at].abs().max() < 1e-5

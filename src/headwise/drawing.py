@@ -6,7 +6,7 @@ No pyplot: no global state, nothing to close. The same figure gives the same byt
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,14 +76,19 @@ def titled_axes(figure: Figure, title: str, x: str, y: str) -> Axes:
 
 
 def draw_map(
-    axes: Axes, values: Float[np.ndarray, "layer head"], norm: Normalize, colours: str
+    axes: Axes,
+    values: Float[np.ndarray, "layer head"],
+    norm: Normalize,
+    colours: str,
+    layers: Sequence[int] | None = None,
 ) -> Any:
     """One layer x head map, layer 0 at the bottom as in the paper."""
     image = axes.imshow(values, origin="lower", aspect="auto", cmap=colours, norm=norm)
     axes.set(xlabel="head", ylabel="layer")
     num_layers, num_heads = values.shape
     axes.set_xticks(range(0, num_heads, max(1, num_heads // 16)))
-    axes.set_yticks(range(0, num_layers, max(1, num_layers // 12)))
+    rows = range(0, num_layers, max(1, num_layers // 12))
+    axes.set_yticks(rows, [str(row if layers is None else layers[row]) for row in rows])
     for side in axes.spines.values():
         side.set_visible(False)
     return image
@@ -97,13 +102,14 @@ def head_heat_map(
     limits: tuple[float, float] | None = None,
     diverging: bool = False,
     marked: Float[np.ndarray, "layer head"] | None = None,
+    layers: Sequence[int] | None = None,
 ) -> Figure:
     """A layer x head map with its colour bar; `marked` heads get a dot."""
     num_layers, num_heads = values.shape
     figure = new_figure(max(4.4, 2.2 + 0.24 * num_heads), max(2.8, 1.4 + 0.2 * num_layers))
     axes = titled_axes(figure, title, "head", "layer")
     norm, colours = _norm(values, limits, diverging)
-    image = draw_map(axes, values, norm, colours)
+    image = draw_map(axes, values, norm, colours, layers)
     if marked is not None:
         rows, columns = np.nonzero(marked)
         axes.scatter(columns, rows, s=7, color="white", edgecolor="black", lw=0.5)

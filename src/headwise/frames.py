@@ -23,14 +23,16 @@ def frame(rows: Sequence[Mapping[str, object]]) -> pd.DataFrame:
 
 
 def head_frame(
-    maps: Mapping[str, np.ndarray], labels: Mapping[str, Sequence[Sequence[object]]]
+    maps: Mapping[str, np.ndarray],
+    labels: Mapping[str, Sequence[Sequence[object]]],
+    layers: Sequence[int] | None = None,
 ) -> pd.DataFrame:
     """One row per head: layer, head, labels such as its class, and every map."""
     shape = next(iter(maps.values())).shape
     return frame(
         [
             {
-                "layer": layer,
+                "layer": layer if layers is None else layers[layer],
                 "head": head,
                 **{name: rows[layer][head] for name, rows in labels.items()},
                 **{name: float(values[layer, head]) for name, values in maps.items()},

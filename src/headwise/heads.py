@@ -1,16 +1,18 @@
 """Heads and sets of heads: names, per-head maps and the selection language.
 
-`L5H14` is layer 5, query head 14, both from 0. A selection is a comma list of such names with
-ranges (`L5-22H9-15,L23H0`), the words `all`, `sick`, `dead`, `sink`, `low_entropy`, `healthy`,
-`band`, and the operators `&` (and), `-` (without) and `,` (or) with parentheses. A hyphen between
-digits is a range; a hyphen with spaces or before a word is the operator. A measure with a bound
-(`first_token_mass > 0.9`, `entropy < 1`, `layer >= 4`) is the set of heads that keep it.
+`L5H14` is layer 5, query head 14, both from 0. Layers bear the model's own numbers; in a hybrid,
+where only some layers have attention, the rows of a map are those layers and `layers` names them.
+A selection is a comma list of such names with ranges (`L5-22H9-15,L23H0`), the words `all`, `sick`,
+`dead`, `sink`, `low_entropy`, `healthy`, `band`, and the operators `&` (and), `-` (without) and `,`
+(or) with parentheses. A hyphen between digits is a range; a hyphen with spaces or before a word is
+the operator. A measure with a bound (`first_token_mass > 0.9`, `entropy < 1`, `layer >= 4`) is the
+set of heads that keep it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -46,24 +48,30 @@ class HeadMap:
 
     name: str
     values: Float[np.ndarray, "layer head"] = field(repr=False)
+    layers: tuple[int, ...] | None = None  # the rows' layers, where they are not all layers
 
     def at(self, head: Head) -> float:
         """The value of one head."""
-        return float(self.values[head.layer, head.index])
+        row = head.layer if self.layers is None else self.layers.index(head.layer)
+        return float(self.values[row, head.index])
 
     def where(self, mask: Bool[np.ndarray, "layer head"]) -> list[Head]:
         """The heads at which `mask` is true, in order."""
-        return heads_where(mask)
+        return heads_where(mask, self.layers)
 
 
-def heads_where(mask: Bool[np.ndarray, "layer head"]) -> list[Head]:
-    """The heads at which `mask` is true, in order."""
-    return [Head(int(layer), int(index)) for layer, index in np.argwhere(np.asarray(mask))]
+def heads_where(
+    mask: Bool[np.ndarray, "layer head"], layers: Sequence[int] | None = None
+) -> list[Head]:
+    """The heads at which `mask` is true, in order; `layers` are the numbers of its rows."""
+    numbers = range(len(mask)) if layers is None else layers
+    return [Head(int(numbers[row]), int(index)) for row, index in np.argwhere(np.asarray(mask))]
 
 
-def all_heads(num_layers: int, num_heads: int) -> list[Head]:
+def all_heads(num_layers: int, num_heads: int, layers: Sequence[int] | None = None) -> list[Head]:
     """Every head of a model, in order."""
-    return [Head(layer, index) for layer in range(num_layers) for index in range(num_heads)]
+    numbers = range(num_layers) if layers is None else layers
+    return [Head(layer, index) for layer in numbers for index in range(num_heads)]
 
 
 _TOKEN = re.compile(
@@ -80,24 +88,32 @@ def select_heads(
     *,
     num_layers: int,
     num_heads: int,
+    layers: Sequence[int] | None = None,
     sets: Mapping[str, Iterable[Head]] | None = None,
     maps: Mapping[str, Float[np.ndarray, "layer head"]] | None = None,
 ) -> list[Head]:
-    """Evaluate a selection; `sets` gives meaning to words, `maps` to measures."""
+    """Evaluate a selection; `sets` gives meaning to words, `maps` to measures.
+
+    `layers` are the numbers of the layers with attention, where these are not all.
+    """
     if len(selection) > _LONGEST:
         raise SelectionError(f"the selection has more than {_LONGEST:,} characters")
-    layers, indices = np.indices((num_layers, num_heads))
-    known = {"layer": layers, "head": indices, **(maps or {})}
-    words = {"all": frozenset(all_heads(num_layers, num_heads))}
+    numbers = tuple(range(num_layers) if layers is None else layers)
+    rows, indices = np.indices((num_layers, num_heads))
+    known = {"layer": np.array(numbers)[rows], "head": indices, **(maps or {})}
+    words = {"all": frozenset(all_heads(num_layers, num_heads, layers))}
     words |= {name: frozenset(heads) for name, heads in (sets or {}).items()}
-    parser = _Selection(_tokens(selection), selection, words, known, num_layers, num_heads)
+    parser = _Selection(_tokens(selection), selection, words, known, numbers, num_heads)
     return sorted(parser.parse())
 
 
 def select_in_layers(
-    layers: str | None, heads: str | None, num_layers: int, num_heads: int
+    layers: str | None, heads: str | None, attending: Sequence[int], num_heads: int
 ) -> list[Head]:
-    """Heads by `layers` ("0-5,29") and `heads`: indices ("0-3,7") or a whole selection."""
+    """Heads by `layers` ("0-5,29") and `heads`: indices ("0-3,7") or a whole selection.
+
+    `attending` are the numbers of the layers with attention.
+    """
 
     def numbers(text: str, letter: str) -> str:
         if not re.fullmatch(r"[\d,\s-]+", text):
@@ -106,15 +122,17 @@ def select_in_layers(
 
     parts = [numbers(text, letter) for text, letter in ((layers, "L"), (heads, "H")) if text]
     selection = " & ".join(f"({part})" for part in parts) or "all"
-    return select_heads(selection, num_layers=num_layers, num_heads=num_heads)
+    return select_heads(selection, num_layers=len(attending), num_heads=num_heads, layers=attending)
 
 
-def named_ranges(selection: str, *, num_layers: int, num_heads: int) -> list[Head]:
+def named_ranges(
+    selection: str, *, num_layers: int, num_heads: int, layers: Sequence[int] | None = None
+) -> list[Head]:
     """The heads of all ranges that a selection spells out (`L5-22H9-15` of `L5-22H9-15 & sick`)."""
     ranges = [token for token in _tokens(selection) if token[0] in "LH"]
     if not ranges:
         return []
-    return select_heads(",".join(ranges), num_layers=num_layers, num_heads=num_heads)
+    return select_heads(",".join(ranges), num_layers=num_layers, num_heads=num_heads, layers=layers)
 
 
 def _tokens(selection: str) -> list[str]:
@@ -140,7 +158,7 @@ class _Selection:
     text: str
     words: dict[str, frozenset[Head]]
     maps: Mapping[str, Float[np.ndarray, "layer head"]]
-    num_layers: int
+    layers: tuple[int, ...]
     num_heads: int
     depth: int = 0
 
@@ -204,12 +222,18 @@ class _Selection:
                 "evaluation.json",
             )
         compare = {"<": np.less, "<=": np.less_equal, ">": np.greater, ">=": np.greater_equal}
-        return frozenset(heads_where(compare[operator](self.maps[name], float(bound))))
+        return frozenset(heads_where(compare[operator](self.maps[name], float(bound)), self.layers))
 
     def _heads(self, token: str) -> frozenset[Head]:
         match = re.fullmatch(r"(?:L(\d+)(?:-(\d+))?)?(?:H(\d+)(?:-(\d+))?)?", token)
         assert match is not None  # the tokenizer let it through
-        layers = self._range(match[1], match[2], self.num_layers, "layer", token)
+        named = self._range(match[1], match[2], self.layers[-1] + 1, "layer", token)
+        layers = [layer for layer in self.layers if layer in named]
+        if not layers:
+            raise SelectionError(
+                f"{token}: the model has no attention there",
+                fix=f"its layers with attention are {_ranges(list(self.layers), ', ')}",
+            )
         indices = self._range(match[3], match[4], self.num_heads, "head", token)
         return frozenset(Head(layer, index) for layer in layers for index in indices)
 

@@ -36,7 +36,7 @@ def bench_ablation(*, repeats: int = 3, texts: int = 16, length: int = 256) -> l
         loaded.tokenizer, default_texts("patient").texts[:texts], max_length=length
     )
     shape = geometry_of(loaded.model)
-    chosen = [[head] for head in all_heads(shape.num_layers, shape.num_heads)]
+    chosen = [[head] for head in all_heads(shape.num_layers, shape.num_heads, shape.layers)]
     pairs, error = [], 0.0
     with _threads(1):
         for _ in range(repeats):

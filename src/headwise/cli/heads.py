@@ -163,33 +163,32 @@ def check(
     dtype: Dtype = None,
     allow_pickle: AllowPickle = False,
     trust_remote_code: RemoteCode = False,
+    write_row: Annotated[
+        bool, typer.Option("--write-row", help="Print the model's row, to contribute it.")
+    ] = False,
     seed: Seed = 0,
     quiet: Quiet = False,
 ) -> None:
     """Is the architecture known, and are its heads separable?"""
     from headwise.artefacts import save_artefact
-    from headwise.cli.show import console
+    from headwise.cli.show import check_text, console
     from headwise.errors import UnknownArchitectureError
     from headwise.forward.separability import check as run
-    from headwise.models.architectures import geometry_of, positions_of
 
     loaded = load(model, dtype, device_map, allow_pickle, trust_remote_code)
     result = run(loaded.model, seed=seed)
     path = save_artefact(out / "check.json", "check", {**result.to_json(), "model": loaded.id})
-    geometry = geometry_of(loaded.model)
     if not result.passed:
         raise UnknownArchitectureError(
             f"the heads of {model} are not separable as the table says: {result.reason()}",
-            fix="correct the row in src/headwise/models/families.py, or leave this model alone",
+            fix="correct its row in src/headwise/models/families/rows.py, or leave it alone",
         )
-    console(quiet).print(
-        f"{model}: {loaded.model.config.model_type}, {geometry.num_layers} layers x "
-        f"{geometry.num_heads} heads ({geometry.num_kv_heads} key/value heads of "
-        f"{geometry.head_dim}), {positions_of(loaded.model)} positions.\n"
-        f"Heads are separable: {len(result.probes)} slices moved exactly their own heads; "
-        f"silencing equals ablation within {result.silencing_error:.0e}, the tap changes logits by "
-        f"{result.logit_change:.0e} of their size."
-    )
+    console(quiet).print(check_text(loaded, result))
+    if write_row:
+        from headwise.models.architectures import architecture_of
+        from headwise.models.families.proposal import row_text
+
+        typer.echo(row_text(loaded.model.config.model_type, architecture_of(loaded.model)))
     wrote([path], quiet)
 
 

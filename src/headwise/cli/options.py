@@ -155,10 +155,26 @@ def load(
     name: str, dtype: str | None, device_map: str | None, pickle: bool, remote: bool
 ) -> LoadedModel:
     """Load a model with the usual options."""
+    from headwise.models.architectures import is_proposed
     from headwise.models.loading import load_model
 
-    return load_model(
+    loaded = load_model(
         name, dtype=dtype, device_map=device_map, allow_pickle=pickle, trust_remote_code=remote
+    )
+    if is_proposed(loaded.model):
+        _prove(loaded)
+    return loaded
+
+
+def _prove(loaded: LoadedModel) -> None:
+    """Say that a model is read by a row that only its own shape suggested."""
+    from headwise.forward.guard import prove_row
+
+    prove_row(loaded.model)
+    typer.echo(
+        f"headwise: {loaded.model.config.model_type!r} has no row; its heads were found by shape "
+        "and proved on the model itself (the row: headwise check MODEL --write-row)",
+        err=True,
     )
 
 

@@ -234,7 +234,7 @@ def capture(
             chosen_texts(texts, lines, model),
             out=out,
             patches=patch or [],
-            heads=select_in_layers(layers, heads, geometry.num_layers, geometry.num_heads),
+            heads=select_in_layers(layers, heads, geometry.layers, geometry.num_heads),
             settings=settings,
             batch_size=batch_size,
             resume=resume,

@@ -14,6 +14,8 @@ from headwise.sheets import Sheet, sheet, shown
 
 if TYPE_CHECKING:
     from headwise.diagnosis.values import Diagnosis
+    from headwise.forward.separability import HeadCheck
+    from headwise.models.loaded_model import LoadedModel
     from headwise.plasticity.run import Plasticity
 
 CLASS_LETTERS = {"healthy": "·", "low_entropy": "e", "sink": "s", "dead": "D"}
@@ -30,7 +32,7 @@ def head_grid(diagnosis: Diagnosis, name: str = "first_token_mass") -> Text:
     text = Text("layer\\head ")
     text.append("".join(f"{h % 100:>3}" for h in range(mass.shape[1])) + "\n", style="dim")
     for layer, row in enumerate(diagnosis.classes):
-        text.append(f"{layer:>10} ", style="dim")
+        text.append(f"{diagnosis.model.layer_numbers[layer]:>10} ", style="dim")
         for head, label in enumerate(row):
             digit = CLASS_LETTERS[label] + f"{min(int(mass[layer, head] * 10), 9)}"
             text.append(f" {digit}", style=f"black on {CLASS_COLOURS[label]}")
@@ -96,3 +98,19 @@ def plasticity_table(found: Plasticity) -> Table:
     cells = [[layer, len(v), sum(v) / len(v), min(v), max(v)] for layer, v in sorted(rows.items())]
     columns = ("layer", "heads", "mean", "lowest", "highest")
     return drawn(sheet("attention plasticity", columns, cells))
+
+
+def check_text(loaded: LoadedModel, result: HeadCheck) -> str:
+    """What a passed check says of a model."""
+    from headwise.models.architectures import geometry_of, positions_of
+
+    geometry, difference = geometry_of(loaded.model), result.difference
+    return (
+        f"{loaded.id}: {loaded.model.config.model_type}, {geometry.num_layers} layers x "
+        f"{geometry.num_heads} heads ({geometry.num_kv_heads} key/value heads of "
+        f"{geometry.head_dim}), {positions_of(loaded.model)} positions.\n"
+        f"Heads are separable: {len(result.probes)} slices moved exactly their own heads; "
+        f"silencing equals ablation within {result.silencing_error:.0e}, the tap changes logits by "
+        f"{result.logit_change:.0e} of their size over {difference.length} tokens "
+        f"({', '.join(difference.implementations)})."
+    )

@@ -26,9 +26,10 @@ from headwise.diagnosis.values import (
     Thresholds,
     diagnosis_from,
 )
+from headwise.forward.guard import guard
 from headwise.forward.losses import shifted_targets, token_losses
 from headwise.forward.tap import tapped
-from headwise.models.architectures import alibi_slopes, device_of, geometry_of
+from headwise.models.architectures import alibi_slopes, backbone_of, device_of, geometry_of
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.progress import Progress, silent, track
 from headwise.provenance import MeasureSettings, Provenance
@@ -58,15 +59,16 @@ def diagnose(
     encoded = encode_for(
         loaded, chosen.texts, max_length=max_length, minimum=max(2, skip_queries + 1)
     )
+    lengths = [len(ids) for ids in encoded]
+    guard(model, max(lengths))
     measured = measure_heads(
         model,
         track(list(batches(encoded, batch_size)), "measuring heads", progress),
         num_texts=len(encoded),
-        max_length=max(map(len, encoded)),
+        max_length=max(lengths),
         skip_queries=skip_queries,
         pooled=True,
     )
-    lengths = [len(ids) for ids in encoded]
     maps = {**measured.means(), **_positional_maps(model, lengths, skip_queries)}
     return diagnosis_from(
         model=loaded.describe(),
@@ -93,7 +95,7 @@ def _unusable(loaded: LoadedModel, encoded: list[list[int]]) -> tuple[Alarm, ...
     for batch in batches(some, 1):
         ids = batch.ids.to(device_of(loaded.model))
         with torch.inference_mode(), tapped(loaded.model):
-            hidden = loaded.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            hidden = backbone_of(loaded.model)(input_ids=ids, use_cache=False).last_hidden_state
             targets = shifted_targets(ids, batch.lengths)
             total += float(token_losses(loaded.model, hidden, targets).double().sum())
         count += ids.numel() - 1

@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 from headwise.diagnosis.values import Dormancy
 from headwise.models.architectures import (
     architecture_of,
+    backbone_of,
+    dense_weight,
     device_of,
-    is_transposed,
     layers_of,
-    weight_of,
 )
 from headwise.texts.batches import Batch
 
@@ -32,8 +32,13 @@ WEIGHT_THRESHOLD = 0.01
 ACTIVATION_TAU = 0.025
 
 
-def weight_dormancy(model: PreTrainedModel, threshold: float = WEIGHT_THRESHOLD) -> Dormancy:
-    """Share of neurons whose weight-norm product is below the threshold, per layer and overall."""
+def weight_dormancy(model: PreTrainedModel, threshold: float = WEIGHT_THRESHOLD) -> Dormancy | None:
+    """Share of neurons whose weight-norm product is below the threshold, per layer and overall.
+
+    None where the family's row names no MLP: of experts no neuron sees every token.
+    """
+    if not architecture_of(model).mlp_in:
+        return None
     importances = [_importance(model, layer) for layer in layers_of(model)]
     return _summary(
         [value < threshold for value in importances],
@@ -44,24 +49,25 @@ def weight_dormancy(model: PreTrainedModel, threshold: float = WEIGHT_THRESHOLD)
 def _importance(model: PreTrainedModel, layer: nn.Module) -> Float[Tensor, "neuron"]:
     row = architecture_of(model)
     norms = [norm for name in row.mlp_in for norm in _row_norms(layer, name)]
-    down = layer.get_submodule(row.mlp_out)
+    down = dense_weight(layer.get_submodule(row.mlp_out))
     reads = torch.stack(norms).prod(0) ** (1 / len(norms))
-    writes: Tensor = weight_of(down).float().norm(dim=1 if is_transposed(down) else 0)
+    writes: Tensor = down.norm(dim=0)
     return reads * writes
 
 
 def _row_norms(layer: nn.Module, name: str) -> list[Tensor]:
     name, _, parts = name.partition("*")
-    module = layer.get_submodule(name)
-    norms = weight_of(module).float().norm(dim=0 if is_transposed(module) else 1)
+    norms = dense_weight(layer.get_submodule(name)).norm(dim=1)
     return list(norms.chunk(int(parts or 1)))
 
 
 def activation_dormancy(
     model: PreTrainedModel, batches: Iterable[Batch], tau: float = ACTIVATION_TAU
-) -> Dormancy:
+) -> Dormancy | None:
     """Share of neurons whose mean |activation| is at most `tau` of their layer's mean."""
     row = architecture_of(model)
+    if not row.mlp_in:
+        return None
     layers = layers_of(model)
     totals: list[Tensor | None] = [None] * len(layers)
     real: list[Tensor] = []
@@ -86,7 +92,7 @@ def activation_dormancy(
             mask = torch.arange(batch.ids.shape[1])[None] < batch.lengths[:, None]
             real[:] = [mask.float().to(device)]
             with torch.inference_mode():
-                model.base_model(input_ids=batch.ids.to(device), use_cache=False)
+                backbone_of(model)(input_ids=batch.ids.to(device), use_cache=False)
     finally:
         for handle in handles:
             handle.remove()

@@ -121,7 +121,8 @@ def survey_panels(survey: Survey) -> Figure:
     for axes in grid.flat[count:]:
         axes.set_visible(False)
     for axes, diagnosis, row in zip(grid.flat, survey.diagnoses, survey.rows, strict=False):
-        draw_map(axes, diagnosis.maps["first_token_mass"], Normalize(0, 1), MASS_COLOURS)
+        mass, layers = diagnosis.maps["first_token_mass"], diagnosis.model.layers
+        draw_map(axes, mass, Normalize(0, 1), MASS_COLOURS, layers)
         axes.set_title(
             f"{row.model}: {row.sick_share:.1%} sick ({row.sick}/{row.total_heads})",
             loc="left",
@@ -141,11 +142,15 @@ def diagnosis_figures(diagnosis: Diagnosis, folder: Path) -> list[Path]:
             f"{name}\nfirst-token mass",
             "first-token mass",
             limits=(0.0, 1.0),
+            layers=diagnosis.model.layers,
         ),
     }
     if "entropy" in diagnosis.maps:
         figures["entropy_map"] = head_heat_map(
-            diagnosis.maps["entropy"], f"{name}\nattention entropy", "nats"
+            diagnosis.maps["entropy"],
+            f"{name}\nattention entropy",
+            "nats",
+            layers=diagnosis.model.layers,
         )
     if "slope" in diagnosis.maps:
         figures["mass_against_slope"] = mass_against_slope(diagnosis)

@@ -7,7 +7,6 @@ in float64 from float32 numbers.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -18,14 +17,22 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headwise.errors import ModelError
-from headwise.forward.attention import bucket_mass, mass_at, moments
+from headwise.forward.attention import (
+    bucket_mass,
+    first_keys_mass,
+    mass_at,
+    moments,
+    sink_share,
+)
+from headwise.forward.max_logit import max_logits
 from headwise.forward.tap import Sight, tapped
+from headwise.heads import Head
 from headwise.models.architectures import (
+    backbone_of,
+    dense_weight,
     device_of,
     geometry_of,
-    is_transposed,
     projection_of,
-    weight_of,
 )
 from headwise.texts.batches import Batch
 
@@ -39,6 +46,9 @@ MEASURES = (
     "local_mass",
     "previous_token_mass",
     "mean_distance",
+    "first_4_token_mass",
+    "learned_sink_share",
+    "max_logit",
     "output_norm",
     "output_norm_ratio",
     "projected_norm",
@@ -89,7 +99,7 @@ def measure_heads(
     profile = np.zeros((num_buckets, *shape[1:]))
     counts = np.zeros(num_buckets, dtype=np.int64)
     pools = np.zeros((*shape[1:], num_buckets, num_buckets)) if pooled else None
-    grams = _output_grams(model)
+    grams, numbers = _output_grams(model), geometry.layers
     device = device_of(model)
     for batch in batches:
         weights = _query_weights(batch, skip_queries).to(device)
@@ -102,20 +112,20 @@ def measure_heads(
             buckets: Tensor = buckets,
             rows: list[int] = rows,
         ) -> None:
-            mass = mass_at(sight.scores, sight.lse, None)
-            for name, value in _layer_measures(sight, mass, weights, grams[sight.layer]).items():
-                values[name][rows, sight.layer] = value.cpu().numpy()
-            profile[:, sight.layer] += _by_bucket(mass, weights, buckets, num_buckets)
+            mass, row = mass_at(sight.scores, sight.lse, None), numbers.index(sight.layer)
+            for name, value in _layer_measures(sight, mass, weights, grams[row]).items():
+                values[name][rows, row] = value.cpu().numpy()
+            profile[:, row] += _by_bucket(mass, weights, buckets, num_buckets)
             if pools is not None:
                 shares = bucket_mass(sight.scores, buckets, num_buckets)
-                pools[sight.layer] += _pooled(shares, weights, buckets, num_buckets)
+                pools[row] += _pooled(shares, weights, buckets, num_buckets)
 
         with torch.inference_mode(), tapped(model, read):
             # the output head is not needed for attention: run the backbone alone
-            model.base_model(input_ids=batch.ids.to(device), use_cache=False)
+            backbone_of(model)(input_ids=batch.ids.to(device), use_cache=False)
         counts += _bucket_counts(weights, buckets, num_buckets)
     measured = Measured(values, profile, counts, pools)
-    _require_finite(measured)
+    _require_finite(measured, numbers)
     return measured
 
 
@@ -152,16 +162,19 @@ def _attention_measures(sight: Sight, mass: Tensor, weights: Tensor) -> dict[str
     scores, lse = sight.scores, sight.lse
     moment = moments(scores, lse)
     position = torch.arange(scores.length, device=lse.device, dtype=torch.float32)
-    visible = (position + 1).clamp_max(scores.window or math.inf)
+    uniform = scores.num_visible.log()  # 0 where a query sees one key: its entropy is 0 too
     back = [mass_at(scores, lse, offset) for offset in range(LOCAL_WINDOW)]
     later = _later(weights)
     return {
         "first_token_mass": _mean(mass, weights),
         "entropy": _mean(moment.entropy, weights),
-        "normalized_entropy": _mean(moment.entropy / visible.log().clamp_min(1e-6), later),
+        "normalized_entropy": _mean(moment.entropy / uniform.clamp_min(1e-6), later),
         "local_mass": _mean(sum(back[1:], back[0]), weights),
         "previous_token_mass": _mean(back[1], later),
         "mean_distance": _mean(position - moment.mean_key, weights),
+        "first_4_token_mass": _mean(first_keys_mass(scores, lse, 4), weights),
+        "learned_sink_share": _mean(sink_share(scores, lse), weights),
+        "max_logit": max_logits(scores, lse, weights > 0).value,
     }
 
 
@@ -176,8 +189,7 @@ def _output_measures(
     power = out.square().sum(-1)
     norm = _mean(power.sqrt(), weights)
     center = (weights[:, None, None].to(out) @ out)[:, :, 0]  # (text, head, value)
-    first = sight.v[:, :, 0].float().repeat_interleave(group, 1)
-    along = (out @ first[..., None])[..., 0]
+    along = _along_first_value(sight, out)
     projected = ((out @ gram) * out).sum(-1).clamp_min(0).sqrt()
     return {
         "output_norm": norm,
@@ -189,15 +201,24 @@ def _output_measures(
     }
 
 
+def _along_first_value(
+    sight: Sight, out: Float[Tensor, "text head query value"]
+) -> Float[Tensor, "text head query"]:
+    """The head's output times the first value, as a gate would let that through."""
+    first = sight.v[:, :, 0].float().repeat_interleave(out.shape[1] // sight.v.shape[1], 1)
+    if sight.before_gate is None:
+        return (out @ first[..., None])[..., 0]
+    gate = out / sight.before_gate.float()
+    return (out * gate.nan_to_num(0.0, 0.0, 0.0) * first[:, :, None]).sum(-1)
+
+
 def _output_grams(model: PreTrainedModel) -> list[Float[Tensor, "head value value"]]:
     """W_O^T W_O of every head: the norm of what it adds to the residual stream, from o alone."""
     geometry = geometry_of(model)
     grams = []
-    for layer in range(geometry.num_layers):
-        module = projection_of(model, layer, "o")
-        weight = weight_of(module).float()
-        columns = weight if is_transposed(module) else weight.T  # (head * value, hidden)
-        heads = columns.reshape(geometry.num_heads, geometry.head_dim, -1)
+    for layer in geometry.layers:
+        columns = dense_weight(projection_of(model, layer, "o")).T  # (head * value, hidden)
+        heads = columns.unflatten(0, (geometry.num_heads, -1))
         grams.append(heads @ heads.transpose(1, 2))
     return grams
 
@@ -227,13 +248,13 @@ def _bucket_counts(weights: Tensor, buckets: Tensor, num_buckets: int) -> Int[np
     return torch.zeros(num_buckets, dtype=torch.long).index_add_(0, buckets, queries).numpy()
 
 
-def _require_finite(measured: Measured) -> None:
+def _require_finite(measured: Measured, layers: tuple[int, ...]) -> None:
     for name, value in measured.values.items():
         bad = np.argwhere(~np.isfinite(value))
         if len(bad):
-            text, layer, head = (int(i) for i in bad[0])
+            text, row, head = (int(i) for i in bad[0])
             raise ModelError(
-                f"{name} of L{layer}H{head} on text {text} is not a finite number",
+                f"{name} of {Head(layers[row], head)} on text {text} is not a finite number",
                 fix="the model overflows on this text: try --dtype float32",
             )
 

@@ -153,7 +153,7 @@ class Diagnosis:
         mask = np.zeros_like(self.sick)
         if len(layers):
             mask[layers[0] : layers[-1] + 1, list(self.band.indices)] = True
-        return heads_where(mask)
+        return heads_where(mask, self.model.layers)
 
     @property
     def threshold_sweep(self) -> ThresholdSweep:
@@ -163,22 +163,23 @@ class Diagnosis:
     def head_sets(self) -> dict[str, list[Head]]:
         """What the words of a selection mean for this model."""
         names = np.array(self.classes)
-        sets: dict[str, list[Head]] = {name: heads_where(names == name) for name in CLASSES}
-        return {**sets, "sick": heads_where(self.sick), "band": self.band_heads}
+        layers = self.model.layers
+        sets: dict[str, list[Head]] = {n: heads_where(names == n, layers) for n in CLASSES}
+        return {**sets, "sick": heads_where(self.sick, layers), "band": self.band_heads}
 
     def class_of(self, head: Head) -> HeadClass:
         """The class of one head."""
-        return self.classes[head.layer][head.index]
+        return self.classes[self.model.layer_numbers.index(head.layer)][head.index]
 
     def map(self, name: str) -> HeadMap:
         """One measure as a `HeadMap`."""
-        return HeadMap(name, self.maps[name])
+        return HeadMap(name, self.maps[name], self.model.layers)
 
     def to_frame(self) -> pd.DataFrame:
         """One row per head: layer, head, class and every measure (needs pandas)."""
         from headwise.frames import head_frame
 
-        return head_frame(self.maps, {"class": self.classes})
+        return head_frame(self.maps, {"class": self.classes}, self.model.layer_numbers)
 
     def to_json(self) -> dict[str, Any]:
         """The body of `diagnosis.json`."""
@@ -234,6 +235,11 @@ def diagnosis_from(
     thresholds: Thresholds,
     **rest: Any,
 ) -> Diagnosis:
-    """A diagnosis from maps alone: `first_token_mass` is needed, `entropy` is welcome."""
-    classes = classify(maps[MASS], maps.get("entropy"), thresholds)
+    """A diagnosis from maps alone: `first_token_mass` is needed, `entropy` is welcome.
+
+    What a learned sink takes counts with the first token's mass: both are attention that reads
+    nothing.
+    """
+    mass = maps[MASS] + maps.get("learned_sink_share", 0.0)
+    classes = classify(mass, maps.get("entropy"), thresholds)
     return Diagnosis(model=model, maps=maps, classes=classes, thresholds=thresholds, **rest)

@@ -6,7 +6,7 @@ import html
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from headwise.heads import format_indices
+from headwise.heads import Head, format_indices
 from headwise.sheets import Sheet, sheet
 
 if TYPE_CHECKING:
@@ -27,8 +27,12 @@ def grid_html(diagnosis: Diagnosis) -> str:
     """The head grid as an HTML table, for notebooks; hover shows the numbers."""
     mass = diagnosis.maps["first_token_mass"]
     rows = []
-    for layer, row in enumerate(diagnosis.classes):
-        cells = "".join(_html_cell(diagnosis.maps, layer, head, c) for head, c in enumerate(row))
+    for number, (layer, row) in enumerate(
+        zip(diagnosis.model.layer_numbers, diagnosis.classes, strict=True)
+    ):
+        cells = "".join(
+            _html_cell(diagnosis.maps, number, Head(layer, head), c) for head, c in enumerate(row)
+        )
         rows.append(f"<tr><th>L{layer}</th>{cells}</tr>")
     header = "".join(f"<th>H{head}</th>" for head in range(mass.shape[1]))
     counts = diagnosis.counts
@@ -39,12 +43,13 @@ def grid_html(diagnosis: Diagnosis) -> str:
     )
 
 
-def _html_cell(maps: Mapping[str, Any], layer: int, head: int, label: str) -> str:
-    numbers = [f"{name} {value[layer, head]:.3f}" for name, value in sorted(maps.items())]
-    hover = html.escape(f"L{layer}H{head} {label}\n" + "\n".join(numbers), quote=True)
+def _html_cell(maps: Mapping[str, Any], row: int, head: Head, label: str) -> str:
+    at = row, head.index
+    numbers = [f"{name} {value[at]:.3f}" for name, value in sorted(maps.items())]
+    hover = html.escape(f"{head} {label}\n" + "\n".join(numbers), quote=True)
     return (
         f"<td title='{hover}' style='background:{CLASS_COLOURS[label]};color:#000;"
-        f"text-align:center;padding:1px 3px'>{maps['first_token_mass'][layer, head]:.2f}</td>"
+        f"text-align:center;padding:1px 3px'>{maps['first_token_mass'][at]:.2f}</td>"
     )
 
 

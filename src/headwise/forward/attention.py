@@ -45,6 +45,14 @@ class Scores:
         return int(self.k.shape[2])
 
     @property
+    def num_visible(self) -> Float[Tensor, "#batch 1 query"]:
+        """How many keys each query may look at, padding aside."""
+        if self.mask is not None:
+            return self.mask.tril().sum(-1).float()
+        counts = torch.arange(1, self.length + 1, device=self.q.device, dtype=torch.float32)
+        return counts.clamp_max(self.window or self.length)[None, None]
+
+    @property
     def is_plain(self) -> bool:
         """Whether the fused kernel can express these scores."""
         windowed = self.window is not None and self.window < self.length
@@ -117,8 +125,7 @@ def tile_scores(scores: Scores, start: int, stop: int) -> QueryTile:
     first = 0 if scores.window is None else max(0, start - scores.window + 1)
     q, k = scores.q[:, :, start:stop].float(), scores.k[:, :, first:stop].float()
     logits = _per_group(q, k.transpose(-1, -2)) * scores.scale
-    if scores.softcap is not None:
-        logits = scores.softcap * torch.tanh(logits / scores.softcap)
+    logits = capped(scores, logits)
     if scores.bias is not None:
         logits = logits + scores.bias[..., first:stop]
     logits = logits.masked_fill(~_allowed(scores, start, stop, first), MASKED)
@@ -232,14 +239,43 @@ def mass_at(
     # queries back.. meet keys 0..length-back one to one, or all meet key 0: slices, no gathering
     keys = slice(0, 1) if offset is None else slice(0, max(length - back, 0))
     logits = _dots(scores.q[:, :, back:].float(), scores.k[:, :, keys].float()) * scores.scale
-    if scores.softcap is not None:
-        logits = scores.softcap * torch.tanh(logits / scores.softcap)
+    logits = capped(scores, logits)
     if scores.bias is not None:
         logits = logits + scores.bias[:, :, 0, keys]
     # rounding may put a dead head's share at 1 + 1e-8; a share is at most 1
     share = (logits - lse[..., back:]).exp().clamp(max=1.0)
     mass = torch.where(_seen(scores, offset, keys), share, 0.0)
     return torch.nn.functional.pad(mass, (min(back, length), 0))
+
+
+def first_keys_mass(
+    scores: Scores, lse: Float[Tensor, "batch head query"], count: int
+) -> Float[Tensor, "batch head query"]:
+    """Attention on the first `count` keys together: a sink need not stand on the very first."""
+    count = min(count, scores.length)
+    logits = _per_group(scores.q.float(), scores.k[:, :, :count].float().transpose(-1, -2))
+    logits = capped(scores, logits * scores.scale)
+    if scores.bias is not None:
+        logits = logits + scores.bias[..., :count]
+    share = (logits - lse[..., None]).exp()
+    share = torch.where(_allowed(scores, 0, scores.length, 0)[..., :count], share, 0.0)
+    return share.sum(-1).clamp(max=1.0)
+
+
+def sink_share(
+    scores: Scores, lse: Float[Tensor, "batch head query"]
+) -> Float[Tensor, "batch head query"]:
+    """What a learned sink takes of every query's attention; 0 where the family has none."""
+    if scores.sinks is None:
+        return torch.zeros_like(lse)
+    return (scores.sinks.float()[None, :, None] - lse).exp()
+
+
+def capped(scores: Scores, logits: Tensor) -> Tensor:
+    """The soft cap of a family that has one."""
+    if scores.softcap is None:
+        return logits
+    return scores.softcap * torch.tanh(logits / scores.softcap)
 
 
 def _seen(scores: Scores, offset: int | None, keys: slice) -> Bool[Tensor, "#batch 1 #query"]:

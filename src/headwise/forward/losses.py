@@ -46,7 +46,9 @@ def shifted_targets(
 
 def logits_of(model: PreTrainedModel, hidden: Float[Tensor, "... hidden"]) -> Tensor:
     """The model's own output head: projection, then the scaling or cap of its family."""
-    scale = _scale_of(model)
+    scale, before = _scale_of(model), architecture_of(model).before_logits
+    if before:
+        hidden = model.get_submodule(before)(hidden)
     logits = scale.linear(model.get_output_embeddings()(hidden))
     return logits if scale.cap is None else scale.cap * torch.tanh(logits / scale.cap)
 
@@ -147,7 +149,7 @@ def _is_linear(model: PreTrainedModel) -> bool:
     """Whether the output head is a plain projection; one with a foreign forward must be called."""
     head = model.get_output_embeddings()
     own = "forward" not in vars(head) or "_hf_hook" in vars(head)
-    return type(head) is nn.Linear and own
+    return type(head) is nn.Linear and own and not architecture_of(model).before_logits
 
 
 def _fused_chunk(

@@ -7,7 +7,7 @@ Used to skip frozen layers in training and to price ablations without re-running
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headwise.forward.replaced_forward import replaced_forward
-from headwise.models.architectures import architecture_of, attention_of, layers_of
+from headwise.models.architectures import (
+    architecture_of,
+    attention_layers,
+    attention_of,
+    backbone_of,
+    layers_of,
+)
 
 Hidden = Float[Tensor, "text position hidden"]
 
@@ -35,7 +41,7 @@ def layer_input(model: PreTrainedModel, ids: Int[Tensor, "text position"], layer
 
     handle = layers_of(model)[layer].register_forward_pre_hook(stop, with_kwargs=True)
     try:
-        model.base_model(input_ids=ids, use_cache=False)
+        backbone_of(model)(input_ids=ids, use_cache=False)
     except _StopError:
         return seen[0]
     finally:
@@ -45,25 +51,29 @@ def layer_input(model: PreTrainedModel, ids: Int[Tensor, "text position"], layer
 
 def layer_inputs(
     model: PreTrainedModel, ids: Int[Tensor, "text position"]
-) -> tuple[list[Hidden], list[Any], Hidden]:
-    """The inputs of all layers, the outputs of their attention modules, and the last hidden states.
+) -> tuple[list[Hidden], dict[int, Any], Hidden]:
+    """The inputs of all layers, the outputs of attention modules, and the last hidden states.
 
     From one forward pass; an attention module's output is kept as it returns it, often a tuple.
     """
     inputs: list[Tensor] = []
-    attended: list[Any] = []
+    attended: dict[int, Any] = {}
 
     def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs.append(_first(args, kwargs).detach())
 
-    def keep_attention(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        attended.append(output)
+    def keep_attention(layer: int) -> Callable[..., None]:
+        def keep_output(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            attended[layer] = output
+
+        return keep_output
 
     handles = [one.register_forward_pre_hook(keep, with_kwargs=True) for one in layers_of(model)]
-    modules = [attention_of(model, layer) for layer in range(len(handles))]
-    handles.extend(module.register_forward_hook(keep_attention) for module in modules)
+    for layer in attention_layers(model):
+        hook = keep_attention(layer)
+        handles.append(attention_of(model, layer).register_forward_hook(hook))
     try:
-        last = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        last = backbone_of(model)(input_ids=ids, use_cache=False).last_hidden_state
     finally:
         for handle in handles:
             handle.remove()
@@ -91,7 +101,7 @@ def run_from(
 ) -> Hidden:
     """The last hidden states when `hidden` enters `layer`; `ids` only gives the shape."""
     with _passing_through(model, layer), _swapped_input(layers_of(model)[layer], hidden):
-        last: Tensor = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        last: Tensor = backbone_of(model)(input_ids=ids, use_cache=False).last_hidden_state
     return last
 
 

@@ -7,15 +7,16 @@ Q/K capture, ablation and the fast training attention all read from here.
 
 Two ways in. Families with transformers' AttentionInterface get a registered function, and a
 registered mask function with it: without one, transformers silently drops the causal mask. The
-others have an `attention_call` in their row of `models/families.py`, and their attention modules
-get a forward around it while tapped.
+others have an `attention_call` in their row of `models/families/rows.py`, and their attention
+modules get a forward around it while tapped.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,12 +27,19 @@ from transformers.masking_utils import (
     causal_mask_function,
     prepare_padding_mask,
     sdpa_mask,
+    sliding_window_causal_mask_function,
 )
 
 from headwise.errors import HeadwiseError
 from headwise.forward.attention import Scores, attend
 from headwise.forward.replaced_forward import Forward, replaced_forward
-from headwise.models.architectures import alibi_slopes, architecture_of, attention_of, layers_of
+from headwise.models.architectures import (
+    alibi_slopes,
+    architecture_of,
+    attention_layers,
+    attention_of,
+    projection_of,
+)
 from headwise.models.family import Architecture, AttentionCall
 
 NAME = "headwise"
@@ -47,6 +55,8 @@ class Sight:
     out: Float[Tensor, "batch head query value"]  # before the output projection
     lse: Float[Tensor, "batch head query"]
     module: nn.Module = field(repr=False)
+    # `out` is read behind a gate where the family has one; this is what entered the gate
+    before_gate: Float[Tensor, "batch head query value"] | None = None
 
 
 Reader = Callable[[Sight], Tensor | None]
@@ -62,15 +72,40 @@ class _Tap:
     slopes: Tensor | None
     own_implementation: str  # of the model when it is not tapped
     seen: set[int] = field(default_factory=set)
+    waiting: dict[int, Sight] = field(default_factory=dict)  # to be read behind the gate
 
     def show(self, module: nn.Module, scores: Scores, v: Tensor) -> Tensor:
         out, lse = attend(scores, v)
+        if id(module) not in self.layers:
+            raise _unnamed_error(module)
         layer = self.layers[id(module)]
         self.seen.add(layer)
         if self.reader is None:
             return out
-        replaced = self.reader(Sight(layer, scores, v, out, lse, module))
+        sight = Sight(layer, scores, v, out, lse, module)
+        if self.row.gated:
+            self.waiting[layer] = sight
+            return out
+        replaced = self.reader(sight)
         return out if replaced is None else replaced
+
+    def show_gated(self, layer: int, gated: Float[Tensor, "batch query heads"]) -> Tensor | None:
+        """Read a layer when its gate has been applied; the reader's answer goes on from there."""
+        sight = self.waiting.pop(layer, None)
+        if sight is None or self.reader is None:
+            return None
+        heads = gated.unflatten(-1, (sight.out.shape[1], -1)).transpose(1, 2)
+        replaced = self.reader(replace(sight, out=heads, before_gate=sight.out))
+        return None if replaced is None else replaced.transpose(1, 2).flatten(2)
+
+
+def _unnamed_error(module: nn.Module) -> HeadwiseError:
+    return HeadwiseError(
+        "attention ran in a module that the family's row does not name",
+        where=type(module).__name__,
+        fix="some of this model's layers share or lack keys and values: their heads are not "
+        "separable; choose another model",
+    )
 
 
 _open: list[_Tap] = []
@@ -82,18 +117,19 @@ def tapped(model: PreTrainedModel, reader: Reader | None = None) -> Iterator[Non
 
     Calls of the model inside must not use a key/value cache: `model(..., use_cache=False)`.
     """
-    modules = [attention_of(model, layer) for layer in range(len(layers_of(model)))]
+    modules = {layer: attention_of(model, layer) for layer in attention_layers(model)}
     slopes = alibi_slopes(model)
     tap = _Tap(
-        {id(module): layer for layer, module in enumerate(modules)},
+        {id(module): layer for layer, module in modules.items()},
         architecture_of(model),
         reader,
         None if slopes is None else slopes.float(),
-        _own_implementation(model),
+        own_implementation(model),
     )
     _open.append(tap)
     try:
-        with _implementation(model, NAME), _forwards(tap.row, modules):
+        gates = _read_behind_gates(model, tap)
+        with using_implementation(model, NAME), _forwards(tap.row, list(modules.values())), gates:
             yield
     finally:
         _open.remove(tap)
@@ -102,17 +138,19 @@ def tapped(model: PreTrainedModel, reader: Reader | None = None) -> Iterator[Non
             "the tap saw no layer: the model did not run, or its attention bypasses the tap",
             where=f"model_type={model.config.model_type!r}",
             fix="run the model inside the `with`; if it did run, give its row an "
-            "attention_call in src/headwise/models/families.py",
+            "attention_call in src/headwise/models/families/rows.py",
         )
 
 
-def _own_implementation(model: PreTrainedModel) -> str:
+def own_implementation(model: PreTrainedModel) -> str:
+    """The attention that the model runs when it is not tapped."""
     name = str(model.config._attn_implementation)
     return _open[-1].own_implementation if name == NAME else name  # a tap inside a tap
 
 
 @contextmanager
-def _implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
+def using_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """The model with another attention function of transformers', for a while."""
     configs: dict[int, Any] = {
         id(m.config): m.config for m in model.modules() if hasattr(m, "config")
     }
@@ -124,6 +162,26 @@ def _implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
     finally:
         for key, config in configs.items():
             config._attn_implementation = before[key]
+
+
+@contextmanager
+def _read_behind_gates(model: PreTrainedModel, tap: _Tap) -> Iterator[None]:
+    """What enters the output projection is what a gated head contributes."""
+
+    def before(layer: int) -> Callable[..., tuple[Tensor] | None]:
+        def read(_: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor] | None:
+            replaced = tap.show_gated(layer, inputs[0]) if tap is _open[-1] else None
+            return None if replaced is None else (replaced,)
+
+        return read
+
+    layers = tap.layers.values() if tap.row.gated else ()
+    handles = [projection_of(model, n, "o").register_forward_pre_hook(before(n)) for n in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _forwards(row: Architecture, modules: list[nn.Module]) -> AbstractContextManager[None]:
@@ -142,7 +200,8 @@ def _attending(module: nn.Module, call: Callable[..., AttentionCall]) -> Forward
         tap = _open[-1]
         made = call(module, tap.own_implementation, *args, **kwargs)
         bias = _alibi(made.k) if made.alibi else made.bias
-        scores = _scores(module, made.q, made.k, made.scale, bias=bias, **_mask_parts(made.mask))
+        parts = {"bias": bias, "window": made.window, **_mask_parts(made.mask)}
+        scores = _scores(module, made.q, made.k, made.scale, **parts)
         out = tap.show(module, scores, made.v)
         return made.finish(out.transpose(1, 2).flatten(2))  # (batch, query, head * dim)
 
@@ -163,10 +222,12 @@ def _scores(module: nn.Module, q: Tensor, k: Tensor, scale: float, **parts: Any)
     return Scores(q, k, scale, **parts)
 
 
-def _mask_parts(mask: Tensor | None) -> dict[str, Tensor]:
-    """A compact key mask from `_compact_mask`, or a dense one for anything unusual."""
+def _mask_parts(mask: Tensor | None) -> dict[str, Any]:
+    """A compact mask from `_compact_mask`, or a dense one for anything unusual."""
     if mask is None:
         return {}
+    if mask.dtype == torch.int64:
+        return {"visible": mask[:, 0, 0] > 0, "window": int(mask.max())}
     if mask.dtype != torch.bool:
         mask = mask > -1.0
     return {"visible": mask[:, 0, 0]} if mask.shape[-2] == 1 != mask.shape[-1] else {"mask": mask}
@@ -179,7 +240,6 @@ def _interface(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_: Any,
@@ -191,7 +251,6 @@ def _interface(
         query,
         key,
         scale,
-        window=sliding_window,
         softcap=softcap,
         sinks=s_aux,
         **_mask_parts(attention_mask),
@@ -202,37 +261,58 @@ def _interface(
 
 def _compact_mask(
     *,
+    batch_size: int,
     kv_length: int,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
     **rest: Any,
 ) -> Tensor | None:
-    """None for plain causal or windowed attention, (batch, 1, 1, key) for padding, else dense.
+    """None for plain causal attention, (batch, 1, 1, key) for padding and windows, else dense.
 
-    The window itself reaches `_interface` as an argument, so no T x T mask is needed for it.
+    Only transformers' own causal and sliding functions are known to be what they are; any other
+    (chunks, packed texts, a model's own) is asked for all its T x T answers. A window is written
+    into the mask's numbers: whether it also comes as an argument is each family's own habit.
     """
-    plain = mask_function is causal_mask_function or (
-        local_size is not None and allow_is_causal_skip
-    )
-    if not plain:
-        return sdpa_mask(
-            kv_length=kv_length,
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            local_size=local_size,
-            allow_is_causal_skip=allow_is_causal_skip,
-            **rest,
-        )
+    window = _window_of(mask_function)
+    if window is None and mask_function is not causal_mask_function:
+        rest |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        rest |= {"mask_function": mask_function, "attention_mask": attention_mask}
+        whole = sdpa_mask(batch_size, kv_length=kv_length, kv_offset=kv_offset, **rest)
+        return _require_causal(whole)
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    windowed = window if window is not None and window < kv_length else None
     if padding is None or bool(padding.all()):
-        if not _open[-1].row.needs_mask:
+        if windowed is None and not _open[-1].row.needs_mask:
             return None
-        padding = torch.ones(rest["batch_size"], kv_length, device=rest.get("device"))
-    return padding.bool()[:, None, None, :]
+        padding = torch.ones(batch_size, kv_length, device=rest.get("device"))
+    padding = padding.bool()[:, None, None, :]
+    return padding if windowed is None else padding.long() * windowed
+
+
+def _window_of(mask_function: Callable[..., Any]) -> int | None:
+    """The window of transformers' own sliding function, told by its code; None for any other."""
+    known = sliding_window_causal_mask_function(1)
+    if getattr(mask_function, "__code__", None) is not known.__code__:
+        return None
+    parts, known_parts = (_closed_over(one, "mask_functions") for one in (mask_function, known))
+    if len(parts) != 2 or [p.__code__ for p in parts] != [p.__code__ for p in known_parts]:
+        return None
+    return int(_closed_over(parts[0], "sliding_window"))
+
+
+def _closed_over(function: Callable[..., Any], name: str) -> Any:
+    return inspect.getclosurevars(function).nonlocals[name]
+
+
+def _require_causal(mask: Tensor | None) -> Tensor | None:
+    if mask is not None and bool(mask.triu(1).any()):
+        raise HeadwiseError(
+            "the model's attention is not causal: queries look at later keys",
+            where="its own mask function",
+            fix="headwise reads causal language models; load the model as one",
+        )
+    return mask
 
 
 AttentionInterface.register(NAME, _interface)

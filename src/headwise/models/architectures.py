@@ -1,4 +1,4 @@
-"""Where the heads of a loaded model are: its row of `families.py`, and what follows from it."""
+"""Where the heads of a loaded model are: its row of `families`, and what follows from it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from headwise.errors import UnknownArchitectureError
 from headwise.models.families import ARCHITECTURES, NOT_SEPARABLE
+from headwise.models.families.proposal import propose_rows
 from headwise.models.family import Architecture, Positions, Role
 from headwise.models.offloading import execution_device, held_tensor
 
@@ -19,10 +20,18 @@ from headwise.models.offloading import execution_device, held_tensor
 class Geometry:
     """The counts that a head's place follows from."""
 
-    num_layers: int
+    num_layers: int  # with attention
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of values: what the output projection reads of a head
+    key_dim: int  # of queries and keys
+    own_key_dim: int  # of the key rows a head (or group) has to itself
+    layers: tuple[int, ...]  # the model's own numbers of the layers with attention
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether some layers have no attention."""
+        return self.layers != tuple(range(self.num_layers))
 
     @property
     def group(self) -> int:
@@ -38,17 +47,50 @@ def architecture_of(model: PreTrainedModel) -> Architecture:
             f"heads of {family!r} models are not separable: {NOT_SEPARABLE[family]}",
             fix="choose a model of another family; `headwise check` lists the known ones",
         )
-    row = ARCHITECTURES.get(family)
+    row = ARCHITECTURES.get(family) or proposed_row(model)
     if row is None:
         raise UnknownArchitectureError(
             f"no head layout is known for model_type={family!r}",
             where=f"known: {', '.join(sorted(ARCHITECTURES))}",
-            fix="add one row to ARCHITECTURES in src/headwise/models/families.py,\n"
-            "then prove it with `headwise check MODEL`",
+            fix="its modules have no shape that headwise can read heads from; add one row to\n"
+            "src/headwise/models/families/rows.py, then prove it with `headwise check MODEL`",
         )
-    if row.alibi_if and getattr(model.config, row.alibi_if, False):
+    config = model.config.get_text_config()
+    if row.alibi_if and getattr(config, row.alibi_if, False):
         return replace(row, positions="alibi")
+    if row.query_rank and not getattr(config, row.query_rank, None):
+        return replace(row, projections=("q_proj", *row.projections[1:]))
     return row
+
+
+_PROPOSED = "_headwise_row"  # on the model itself, which alone it was proposed for
+
+
+def proposed_row(model: PreTrainedModel) -> Architecture | None:
+    """For a family without a row: one read off the model's shape; `guard` proves or refuses it."""
+    kept: Architecture | None = vars(model).get(_PROPOSED)
+    if kept is None:
+        kept = next(iter(propose_rows(model)), None)
+        keep_row(model, kept)
+    return kept
+
+
+def keep_row(model: PreTrainedModel, row: Architecture | None) -> None:
+    """Use this row for this one model."""
+    vars(model)[_PROPOSED] = row
+
+
+def is_proposed(model: PreTrainedModel) -> bool:
+    """Whether the model's family has no row of its own."""
+    return str(model.config.model_type) not in ARCHITECTURES
+
+
+def backbone_of(model: PreTrainedModel) -> nn.Module:
+    """The model without its output head; some families name none of their own."""
+    base: nn.Module = model.base_model
+    if base is not model:
+        return base
+    return model.get_submodule(architecture_of(model).layers.rpartition(".")[0])
 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:
@@ -67,7 +109,7 @@ def projection_name(model: PreTrainedModel, layer: int, role: Role) -> str:
     if role == "o":
         name = row.output
     else:
-        name = row.projections["qkv".index(role) if len(row.projections) == 3 else 0]
+        name = row.projections[min("qkv".index(role), len(row.projections) - 1)]
     return f"{row.layers}.{layer}.{row.attention}.{name}"
 
 
@@ -76,25 +118,87 @@ def projection_of(model: PreTrainedModel, layer: int, role: Role) -> nn.Module:
     return model.get_submodule(projection_name(model, layer, role))
 
 
-def geometry_of(model: PreTrainedModel) -> Geometry:
-    """Head counts, read from the config and the shape of the output projection."""
-    config = model.config.get_text_config()
-    num_heads = int(config.num_attention_heads)
-    output = projection_of(model, 0, "o")
-    shape = output.weight.shape  # also of an offloaded weight
+def attention_layers(model: PreTrainedModel) -> tuple[int, ...]:
+    """The model's own numbers of the layers that have attention: all of them but in hybrids."""
+    row = architecture_of(model)
+    wanted = [f"{row.attention}.{name}" for name in (*row.projections, row.output)]
+    layers = enumerate(layers_of(model))
+    return tuple(n for n, layer in layers if all(_submodule(layer, name) for name in wanted))
+
+
+def _submodule(module: nn.Module, path: str) -> nn.Module | None:
+    found: nn.Module | None = module
+    for name in path.split("."):
+        found = None if found is None else getattr(found, "_modules", {}).get(name)
+    return found
+
+
+def geometry_of(model: PreTrainedModel, layer: int | None = None) -> Geometry:
+    """Head counts: the config says how many heads, the shapes of the projections the rest.
+
+    Of one layer, or of the first one where they are all alike.
+    """
+    row, layers = architecture_of(model), attention_layers(model)
+    if not layers:
+        raise UnknownArchitectureError(
+            f"the row for {model.config.model_type!r} fits no layer of this model",
+            where=f"{row.layers}.*.{row.attention}: {', '.join((*row.projections, row.output))}",
+            fix="correct the row in src/headwise/models/families/rows.py",
+        )
+    chosen = layers[0] if layer is None else layer
+    num_heads = int(model.config.get_text_config().num_attention_heads)
+    value_dim = widths(projection_of(model, chosen, "o"))[0] // num_heads
+    query_rows = widths(projection_of(model, chosen, "q"))[1]
+    key_rows = widths(projection_of(model, chosen, "k"))[1]
+    key_dim = own_key_dim = value_dim
+    kv_heads = num_heads
+    if row.order == "latent":
+        key_dim, own_key_dim = query_rows // num_heads, key_rows // num_heads - value_dim
+    elif row.order == "split":
+        key_dim = own_key_dim = query_rows // num_heads // (2 if row.gate_in_query else 1)
+        kv_heads = key_rows // key_dim
+    else:
+        kv_heads = (query_rows // value_dim - num_heads) // 2
+    return Geometry(len(layers), num_heads, kv_heads, value_dim, key_dim, own_key_dim, layers)
+
+
+def widths(module: nn.Module) -> tuple[int, int]:
+    """What a linear module reads and writes, also where its weight is packed or offloaded."""
+    features = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    if None not in features:
+        return int(features[0] or 0), int(features[1] or 0)
+    shape = module.weight.shape
     assert isinstance(shape, torch.Size)
-    width = shape[0 if is_transposed(output) else 1]
-    return Geometry(
-        num_layers=len(layers_of(model)),
-        num_heads=num_heads,
-        num_kv_heads=int(architecture_of(model).kv_heads(config) or num_heads),
-        head_dim=int(width) // num_heads,
-    )
+    return (shape[0], shape[1]) if is_transposed(module) else (shape[1], shape[0])
 
 
 def weight_of(module: nn.Module) -> Tensor:
     """The weight of a linear module, detached: the same storage unless it is offloaded."""
     return held_tensor(module, "weight")
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a projection is an ordinary matrix of floating-point numbers, not a packed one."""
+    weight = getattr(module, "weight", None)
+    if not (type(module) is nn.Linear or is_transposed(module)):
+        return False
+    return isinstance(weight, Tensor) and type(weight.data) is Tensor and weight.is_floating_point()
+
+
+def dense_weight(module: nn.Module) -> Float[Tensor, "out in"]:
+    """What a projection multiplies by, in float32; of a quantised one, what it does to each unit.
+
+    A quantised projection is asked for its answers: however it packs its numbers, it is linear.
+    """
+    if is_plain(module):
+        weight = weight_of(module).float()
+        return weight.T if is_transposed(module) else weight
+    name, parameter = next(iter(module.named_parameters()), ("", None))
+    device = None if parameter is None else execution_device(module, name)
+    units = torch.eye(widths(module)[0], device=device)
+    with torch.inference_mode():
+        answers: Tensor = module(units) - module(torch.zeros_like(units[:1]))
+    return answers.float().T
 
 
 def is_transposed(module: nn.Module) -> bool:

@@ -33,7 +33,7 @@ def weight_fingerprint(model: PreTrainedModel) -> str:
 def describe_model(model: PreTrainedModel, name: str | None = None) -> ModelInfo:
     """What an artefact says about its model."""
     geometry = geometry_of(model)
-    slopes = alibi_slopes(model)
+    slopes, first = alibi_slopes(model), geometry.layers[0]
     return ModelInfo(
         id=name or model.config._name_or_path or str(model.config.model_type),
         model_type=str(model.config.model_type),
@@ -43,10 +43,11 @@ def describe_model(model: PreTrainedModel, name: str | None = None) -> ModelInfo
         num_kv_heads=geometry.num_kv_heads,
         head_dim=geometry.head_dim,
         hidden_size=int(model.config.get_text_config().hidden_size),
-        qkv_bias=getattr(projection_of(model, 0, "q"), "bias", None) is not None,
-        output_bias=getattr(projection_of(model, 0, "o"), "bias", None) is not None,
+        qkv_bias=getattr(projection_of(model, first, "q"), "bias", None) is not None,
+        output_bias=getattr(projection_of(model, first, "o"), "bias", None) is not None,
         positions=positions_of(model),
         num_parameters=sum(shape.numel() for shape in parameter_shapes(model).values()),
         dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
+        layers=geometry.layers if geometry.is_hybrid else None,
         slopes=None if slopes is None else tuple(float(s) for s in slopes),
     )

@@ -1,8 +1,9 @@
-"""What headwise knows of a model family: the fields of one row of the table in `families.py`.
+"""What headwise knows of a model family: the fields of one row of the table in `families/rows.py`.
 
 Every layout met so far is one of three orders of rows in the projections (`split`, `concat`,
-`grouped`); BLOOM's "interleaved per head" is `grouped` with one query head per key head. The
-defaults are the layout of Llama, which most families copied.
+`grouped`); BLOOM's "interleaved per head" is `grouped` with one query head per key head. The fourth
+is latent attention: keys and values of a head are rows of one matrix behind a shared compression.
+The defaults are the layout of Llama, which most families copied.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-Order = Literal["split", "concat", "grouped"]
+Order = Literal["split", "concat", "grouped", "latent"]
 
 
 Positions = Literal["rope", "alibi", "learned", "none"]
@@ -39,11 +40,7 @@ class AttentionCall:
     finish: Callable[[Tensor], Any] = field(repr=False)  # merged heads -> what the module returns
     alibi: bool = False  # the tap adds the ALiBi bias of the row's slopes
     bias: Float[Tensor, "batch head 1 key"] | None = None  # or the bias that the model itself made
-
-
-def _num_key_value_heads(config: Any) -> int | None:
-    count: int | None = getattr(config, "num_key_value_heads", None)
-    return count
+    window: int | None = None  # a query sees this many keys, itself included
 
 
 @dataclass(frozen=True)
@@ -57,12 +54,11 @@ class Architecture:
     output: str = "o_proj"
     order: Order = "split"
     positions: Positions = "rope"
-    # from a layer; two names for a gated MLP, one name with `*2` if fused
+    # from a layer; two names for a gated MLP, one name with `*2` if fused, none for experts
     mlp_in: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     mlp_out: str = "mlp.down_proj"
 
     # Functions, where a family has its own way
-    kv_heads: Callable[[Any], int | None] = _num_key_value_heads  # of the config; None: every head
     slopes: Callable[[PreTrainedModel], Tensor] | None = None  # of ALiBi, as executed
     # (module, attention implementation when not tapped, arguments of its forward...); None: the
     # family goes through transformers' AttentionInterface
@@ -71,12 +67,16 @@ class Architecture:
     # Names of config fields; "" where the family has none
     alibi_if: str = ""  # true: ALiBi instead of `positions`
     clip: str = ""  # bound of |q|, |k| and |v| before they are rotated
+    query_rank: str = ""  # of latent attention; without one queries come straight from q_proj
     logits_times: str = ""
     logits_over: str = ""
     logits_cap: str = ""  # cap * tanh(logits / cap)
 
     # Habits of the family's code
+    before_logits: str = ""  # a module between the last hidden states and the output projection
     layer_returns_tuple: bool = False  # (hidden, weights) rather than hidden alone
     takes_position_ids: bool = True  # False: it counts positions from the attention mask
+    gate_in_query: bool = False  # q_proj holds query and gate, head by head
+    gated: bool = False  # a gate between attention and output projection: read behind it
     needs_mask: bool = False  # it reads the mask even where all is visible
     slow_gelu: str = ""  # the class of a tanh GELU spelled out in several passes over memory

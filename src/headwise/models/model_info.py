@@ -25,15 +25,24 @@ class ModelInfo:
     num_parameters: int | None
     dtype: str | None = field(default=None, metadata=OMITTED)
     slopes: tuple[Finite, ...] | None = field(default=None, metadata=OMITTED)
+    # numbers of the layers with attention, where these are not all; rows of maps are these
+    layers: tuple[int, ...] | None = field(default=None, metadata=OMITTED)
 
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} heads cannot share {self.num_kv_heads} keys")
+        if self.layers is not None and len(self.layers) != self.num_layers:
+            raise ValueError(f"layers: {len(self.layers)} numbers for {self.num_layers} layers")
 
     @property
     def group(self) -> int:
         """Query heads that share one key/value head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def layer_numbers(self) -> tuple[int, ...]:
+        """The model's own number of each row of a map."""
+        return tuple(range(self.num_layers)) if self.layers is None else self.layers
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -50,8 +50,8 @@ def head_spans(model: PreTrainedModel, head: Head, role: Role) -> dict[str, Span
     With grouped-query attention k and v belong to the head's group and are named after it.
     """
     owner = slice_owner(model, head, role)
-    start = _offset(model, head, role)
-    stop = start + geometry_of(model).head_dim
+    start, size = _place(model, head, role)
+    stop = start + size
     module = projection_of(model, head.layer, role)
     prefix = projection_name(model, head.layer, role)
     transposed = is_transposed(module)
@@ -65,7 +65,7 @@ def head_spans(model: PreTrainedModel, head: Head, role: Role) -> dict[str, Span
 
 def slice_owner(model: PreTrainedModel, head: Head, role: Role) -> str:
     """Who a slice belongs to: `L5H14`, or `L5KV3` for keys and values that a group shares."""
-    group = geometry_of(model).group
+    group = geometry_of(model, head.layer).group
     if role in ("k", "v") and group > 1:
         return f"L{head.layer}KV{head.index // group}"
     return str(head)
@@ -81,20 +81,27 @@ def output_bias_span(model: PreTrainedModel, layer: int) -> dict[str, Span]:
     return {f"L{layer}.o_bias": Span(name, 0, 0, int(bias.shape[0]))}
 
 
-def _offset(model: PreTrainedModel, head: Head, role: Role) -> int:
-    geometry = geometry_of(model)
+def _place(model: PreTrainedModel, head: Head, role: Role) -> tuple[int, int]:
+    """Where a head's rows (of o: columns) begin in the projection, and how many they are."""
+    geometry = geometry_of(model, head.layer)
     row = architecture_of(model)
     group, dim = geometry.group, geometry.head_dim
     kv = head.index // group
     if role == "o":
-        return head.index * dim
+        return head.index * dim, dim
+    if row.order == "latent":
+        key, both = geometry.own_key_dim, geometry.own_key_dim + dim
+        query = head.index * geometry.key_dim, geometry.key_dim
+        return {"q": query, "k": (kv * both, key), "v": (kv * both + key, dim)}[role]
     if row.order == "split":
-        return (head.index if role == "q" else kv) * dim
+        key = geometry.key_dim
+        query = head.index * key * (2 if row.gate_in_query else 1), key
+        return {"q": query, "k": (kv * key, key), "v": (kv * dim, dim)}[role]
     if row.order == "concat":
         before = {"q": 0, "k": geometry.num_heads, "v": geometry.num_heads + geometry.num_kv_heads}
-        return (before[role] + (head.index if role == "q" else kv)) * dim
+        return (before[role] + (head.index if role == "q" else kv)) * dim, dim
     inside = {"q": head.index % group, "k": group, "v": group + 1}[role]
-    return (kv * (group + 2) + inside) * dim
+    return (kv * (group + 2) + inside) * dim, dim
 
 
 def write_slices(model: PreTrainedModel, values: Mapping[Span, Tensor]) -> None:

@@ -25,11 +25,13 @@ from transformers import PreTrainedModel
 
 from headwise.artefacts import versions, write_text
 from headwise.errors import ArtefactError
+from headwise.forward.guard import guard
 from headwise.forward.tap import Sight, tapped
 from headwise.heads import Head, all_heads
 from headwise.models.architectures import (
     architecture_of,
     attention_of,
+    backbone_of,
     device_of,
     geometry_of,
     positions_of,
@@ -103,13 +105,14 @@ def _capture_as_it_is(
 ) -> Captured:
     model = loaded.model
     geometry = geometry_of(model)
-    chosen = sorted(heads or all_heads(geometry.num_layers, geometry.num_heads))
+    chosen = sorted(heads or all_heads(geometry.num_layers, geometry.num_heads, geometry.layers))
     encoded = encode_for(loaded, texts.texts, max_length=settings.max_length)
     folder = out if settings.layout == "new" else out / re.sub(r"\W", "_", loaded.id)
     info = _describe(loaded, texts, settings, chosen)
     finished = _finished(folder, info, resume)
     if finished is not None:
         return finished
+    guard(model, max(map(len, encoded)))
     staging = _prepare(folder, info)
     portions = list(range(0, len(encoded), _PORTION_TEXTS))
     for start in track(portions, "capturing", progress):
@@ -226,14 +229,14 @@ def _vectors(
     device = device_of(model)
     with torch.inference_mode(), tapped(model, read):
         if not pre_rope or positions_of(model) != "rope":
-            model.base_model(input_ids=ids.to(device), use_cache=False)
+            backbone_of(model)(input_ids=ids.to(device), use_cache=False)
             return seen
         # One more token, which no earlier one sees, if positions could be taken for heads
         geometry, length = geometry_of(model), ids.shape[1]
         extra = length in (geometry.num_heads, geometry.num_kv_heads)
         padded = torch.nn.functional.pad(ids, (0, int(extra)))
         with _before_rotation(model, layers) as unrotated:
-            model.base_model(input_ids=padded.to(device), use_cache=False)
+            backbone_of(model)(input_ids=padded.to(device), use_cache=False)
     cut = {n: (q[:, :, :length], k[:, :, :length]) for n, (q, k) in unrotated.items()}
     return [(n, cut[n][0], cut[n][1]) for n in layers]
 
@@ -314,7 +317,7 @@ def _windows(model: PreTrainedModel) -> dict[int, int | None]:
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
-    layers = range(geometry_of(model).num_layers)
+    layers = geometry_of(model).layers
     if kinds is None:
         return dict.fromkeys(layers, window)
     return {layer: window if kinds[layer] == "sliding_attention" else None for layer in layers}

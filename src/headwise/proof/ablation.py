@@ -20,6 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from headwise.diagnosis.mean_outputs import head_mean
 from headwise.forward.frozen import frozen
 from headwise.forward.gelu import fused_gelu
 from headwise.forward.losses import shifted_targets, summed_loss, token_losses
@@ -27,7 +28,7 @@ from headwise.forward.partial_run import layer_inputs, replaced_attention, run_f
 from headwise.forward.tap import Reader, Sight, tapped
 from headwise.heads import Head
 from headwise.intervals import Interval, mean_intervals
-from headwise.models.architectures import device_of, geometry_of
+from headwise.models.architectures import attention_layers, backbone_of, device_of, geometry_of
 from headwise.models.slices import head_spans
 from headwise.progress import Progress, silent, track
 from headwise.proof.evaluation import HeadCost
@@ -85,7 +86,7 @@ def ablate_heads(
     base = np.zeros(len(encoded))
     deltas = np.zeros((len(chosen), len(encoded)))
     tokens = np.array([len(ids) - 1 for ids in encoded])
-    value = _replacements(replacement, means)
+    value = _replacements(model, replacement, means)
     for batch in track(list(batches(encoded, batch_size)), "ablating heads", progress):
         rows = list(batch.index)
         with torch.inference_mode():
@@ -119,15 +120,19 @@ class _Pass:
     """The undisturbed model on one batch: what each layer got, and what its attention gave."""
 
     inputs: list[Tensor]
-    attended: list[Any]  # outputs of the attention modules as they return them
-    heads: list[Tensor]  # the heads' outputs before the output projection
+    attended: dict[int, Any]  # outputs of the attention modules as they return them, by layer
+    heads: dict[int, Tensor]  # the heads' outputs before the output projection
     losses: Losses
 
 
 def _base_pass(model: PreTrainedModel, batch: Batch) -> _Pass:
     ids = batch.ids.to(device_of(model))
-    heads: list[Tensor] = []
-    with fused_gelu(model), tapped(model, lambda sight: heads.append(sight.out)):
+    heads: dict[int, Tensor] = {}
+
+    def keep(sight: Sight) -> None:
+        heads[sight.layer] = sight.out
+
+    with fused_gelu(model), tapped(model, keep):
         inputs, attended, last = layer_inputs(model, ids)
     return _Pass(inputs, attended, heads, _document_losses(model, last, ids, batch))
 
@@ -149,7 +154,8 @@ def _ablated_losses(
     copies, texts, lowest = len(sets), len(batch.lengths), sets[0][0].layer
     ids = batch.ids.to(device_of(model)).repeat(copies, 1)
     stacked = Batch(ids, batch.lengths.repeat(copies), batch.index * copies)
-    start = passed.inputs[lowest].repeat(copies, 1, 1)
+    inputs = passed.inputs[lowest]
+    start = torch.cat([inputs] * copies, -3)  # gemma3n keeps several streams before the batch
     with fused_gelu(model), _without(model, passed, sets, value):
         last = run_from(model, ids, lowest, start)
     return _document_losses(model, last, ids, stacked).reshape(copies, texts)
@@ -169,9 +175,9 @@ def _without(
     """
     lowest = sets[0][0].layer
     one = _one_lowest(sets[0]) and torch.finfo(model.dtype).bits >= 32
-    texts = len(passed.inputs[lowest])
+    texts = passed.inputs[lowest].shape[-3]
     with ExitStack() as stack:
-        if not one or lowest + 1 < geometry_of(model).num_layers:  # else the tap would see nothing
+        if not one or lowest < attention_layers(model)[-1]:  # else the tap would see nothing
             stack.enter_context(tapped(model, _ablating(sets, texts, value)))
         if one:
             attended = _corrected(model, passed, sets, value)
@@ -230,13 +236,13 @@ def _ablating(
 
 
 def _replacements(
-    replacement: Replacement, means: Tensor | None
+    model: PreTrainedModel, replacement: Replacement, means: Tensor | None
 ) -> Callable[[Head], Tensor | None]:
     if replacement == "zero":
         return lambda head: None
     if means is None:
         raise ValueError("mean ablation needs the heads' mean outputs: measure_means()")
-    return lambda head: means[head.layer, head.index]
+    return lambda head: head_mean(model, means, head)
 
 
 def first_order_importance(
@@ -263,9 +269,10 @@ def _add_first_order(model: PreTrainedModel, batch: Batch, estimate: Tensor) -> 
 
     ids = batch.ids.to(device_of(model))
     with tapped(model, gate):
-        last = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        last = backbone_of(model)(input_ids=ids, use_cache=False).last_hidden_state
         loss = summed_loss(model, last, shifted_targets(ids, batch.lengths))
         layers = sorted(gates)
         found = torch.autograd.grad(loss, [gates[layer] for layer in layers])
+    numbers = attention_layers(model)
     for layer, gradient in zip(layers, found, strict=True):
-        estimate[layer] -= gradient.flatten().double().cpu()
+        estimate[numbers.index(layer)] -= gradient.flatten().double().cpu()

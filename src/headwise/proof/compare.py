@@ -96,7 +96,7 @@ def compare(
     _require_comparable(before, after)
     plan = plan or _plan_of(after)
     _require_shapes(before.diagnosis, plan, checkpoints)
-    zones = zones_of(before.diagnosis.model.shape, plan, whole_layers=whole_layers)
+    zones = zones_of(before.diagnosis.model, plan, whole_layers=whole_layers)
     delta = _deltas(before.diagnosis, after.diagnosis)
     steps = step_deltas(checkpoints, before.diagnosis.maps["first_token_mass"])
     moved = delta["first_token_mass"]
@@ -104,10 +104,10 @@ def compare(
         model=before.diagnosis.model,
         plan=plan,
         transitions=transitions(before.diagnosis, after.diagnosis, zones.operated),
-        drift=drift_by_zone(moved, zones),
+        drift=drift_by_zone(moved, zones, before.diagnosis.model.layers),
         delta=delta,
         columns=column_trends(steps or [(0, moved)], zones.watched),
-        trajectories=trajectory_shapes(steps, zones.watched),
+        trajectories=trajectory_shapes(steps, zones.watched, before.diagnosis.model.layers),
         two_phenomena=two_phenomena(steps, zones),
         plasticity=plasticity_change(before, after, zones),
         losses=paired_losses(before.evaluation, after.evaluation, seed),

@@ -22,8 +22,9 @@ from headwise.diagnosis.dormancy import activation_dormancy, weight_dormancy
 from headwise.diagnosis.mean_outputs import measure_means
 from headwise.diagnosis.values import Diagnosis
 from headwise.errors import TextError
+from headwise.forward.guard import guard
 from headwise.heads import JOINT, Head, all_heads, select_heads
-from headwise.models.architectures import geometry_of
+from headwise.models.architectures import attention_layers, geometry_of
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.model_info import ModelInfo
 from headwise.models.patch import Patch, applied
@@ -161,12 +162,17 @@ def _wanted(
     sets |= {name: list(found) for name, found in (joint or {}).items() if found}
     if heads is not None and not isinstance(heads, str):
         return _Wanted(list(heads), sets)
-    every = all_heads(geometry.num_layers, geometry.num_heads)
+    every = all_heads(geometry.num_layers, geometry.num_heads, geometry.layers)
     if heads is None:
         return _Wanted(every if len(every) <= _SMALL else operated, sets)
     if heads == "none":
         return _Wanted([], sets)
-    found = select_heads(heads, num_layers=geometry.num_layers, num_heads=geometry.num_heads)
+    found = select_heads(
+        heads,
+        num_layers=geometry.num_layers,
+        num_heads=geometry.num_heads,
+        layers=geometry.layers,
+    )
     return _Wanted(found, sets)
 
 
@@ -178,6 +184,7 @@ def _evaluate_as_it_is(
     how: _How,
 ) -> Evaluation:
     encoded = encode_for(loaded, _judged(text_sets, how).texts, max_length=how.max_length)
+    guard(loaded, max(map(len, encoded)))
     losses = _losses(loaded, text_sets, how)
     diagnosis = _diagnose(loaded, text_sets, how)
     heads = _head_costs(loaded.model, encoded, wanted, how)
@@ -189,11 +196,7 @@ def _evaluate_as_it_is(
         diagnosis=diagnosis,
         heads=heads,
         recovery=None if stock is None else recovery_of(stock, diagnosis, heads, targets),
-        mlp_dormancy=MlpDormancy(
-            weight_dormancy(loaded.model),
-            activation_dormancy(loaded.model, batches(encoded, how.batch_size)),
-            "the weight rule cannot change when only attention is trained",
-        ),
+        mlp_dormancy=_dormancy(loaded.model, encoded, how.batch_size),
         provenance=EvaluationProvenance(
             versions(), EvaluationSettings(how.max_length, how.max_texts, how.seed, loaded.bos)
         ),
@@ -223,6 +226,18 @@ def _unusable(losses: Mapping[str, TextLosses], vocabulary: int) -> list[Alarm]:
         for name, found in losses.items()
         for alarm in loss_alarms(name, found.loss().value, vocabulary, found.unigram)
     ]
+
+
+def _dormancy(
+    model: PreTrainedModel, encoded: list[list[int]], batch_size: int
+) -> MlpDormancy | None:
+    """None for families whose MLP is many experts."""
+    weights = weight_dormancy(model)
+    activations = activation_dormancy(model, batches(encoded, batch_size))
+    if weights is None or activations is None:
+        return None
+    note = "the weight rule cannot change when only attention is trained"
+    return MlpDormancy(weights, activations, note)
 
 
 def _losses(loaded: LoadedModel, text_sets: Sequence[TextSet], how: _How) -> dict[str, TextLosses]:
@@ -281,7 +296,8 @@ def _first_order(
 ) -> FirstOrder:
     estimate = first_order_importance(model, encoded, batch_size=batch_size)
     costs = exact.deltas[: len(singles)].sum(1) / exact.tokens.sum()
-    guesses = np.array([estimate[head.layer, head.index] for head in singles])
+    rows = attention_layers(model)
+    guesses = np.array([estimate[rows.index(head.layer), head.index] for head in singles])
     if len(singles) < 3 or costs.std() == 0 or guesses.std() == 0:
         return FirstOrder(estimate, None)
     from scipy.stats import spearmanr

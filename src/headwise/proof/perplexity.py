@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from headwise.forward.losses import IGNORED, shifted_targets, token_losses
 from headwise.forward.tap import tapped
 from headwise.intervals import Interval, mean_interval
-from headwise.models.architectures import device_of
+from headwise.models.architectures import backbone_of, device_of
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.progress import Progress, silent, track
 from headwise.proof.evaluation import DocumentLosses
@@ -106,7 +106,7 @@ def text_losses(
         for row, piece in enumerate(batch.index):
             targets[row, : windows.ignored[piece]] = IGNORED
         with torch.inference_mode(), tapped(model):
-            hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            hidden = backbone_of(model)(input_ids=ids, use_cache=False).last_hidden_state
             losses = token_losses(model, hidden, targets).double().sum(1).cpu().numpy()
         counted = (targets != IGNORED).sum(1).cpu().numpy()
         owners = [windows.document[piece] for piece in batch.index]

@@ -89,16 +89,17 @@ def trend(values: Sequence[float]) -> str:
     return "recovering" if values[-1] < values[0] - TREND else "stable"
 
 
-def trajectory_shapes(deltas: Sequence[tuple[int, Map]], watched: Mask) -> dict[str, str]:
+def trajectory_shapes(
+    deltas: Sequence[tuple[int, Map]], watched: Mask, layers: Sequence[int] | None = None
+) -> dict[str, str]:
     """The shape of each watched head's way over checkpoints, by the paper's rules."""
-    return (
-        {
-            str(head): trajectory_shape([float(d[head.layer, head.index]) for _, d in deltas])
-            for head in heads_where(watched)
-        }
-        if deltas
-        else {}
-    )
+    if not deltas:
+        return {}
+    places = zip(np.argwhere(watched), heads_where(watched, layers), strict=True)
+    return {
+        str(head): trajectory_shape([float(delta[tuple(at)]) for _, delta in deltas])
+        for at, head in places
+    }
 
 
 def trajectory_shape(values: Sequence[float]) -> str:

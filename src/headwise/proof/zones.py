@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from jaxtyping import Bool, Float
 
 from headwise.diagnosis.values import Diagnosis, HeadClass
 from headwise.heads import Head, heads_where
+from headwise.models.model_info import ModelInfo
 from headwise.surgery.plan import SurgeryPlan
 from headwise.values import Finite
 
@@ -33,13 +35,11 @@ class Zones:
         return {"operated": self.operated, "watched": self.watched, "outside": self.outside}
 
 
-def zones_of(
-    shape: tuple[int, int], plan: SurgeryPlan | None, *, whole_layers: bool = False
-) -> Zones:
+def zones_of(model: ModelInfo, plan: SurgeryPlan | None, *, whole_layers: bool = False) -> Zones:
     """The zones of a plan; `whole_layers`: the patch changes whole projections (lora)."""
-    operated = head_mask([] if plan is None else plan.target_heads, shape)
-    watched = head_mask([] if plan is None else plan.watched_heads, shape) & ~operated
-    movable = np.ones(shape, dtype=bool)
+    operated = head_mask([] if plan is None else plan.target_heads, model)
+    watched = head_mask([] if plan is None else plan.watched_heads, model) & ~operated
+    movable = np.ones(model.shape, dtype=bool)
     if operated.any():
         lowest = int(np.flatnonzero(operated.any(1))[0])
         movable[:lowest] = False
@@ -47,11 +47,11 @@ def zones_of(
     return Zones(operated, watched, ~(operated | watched), movable)
 
 
-def head_mask(heads: list[Head], shape: tuple[int, int]) -> Mask:
+def head_mask(heads: list[Head], model: ModelInfo) -> Mask:
     """True at the given heads."""
-    mask = np.zeros(shape, dtype=bool)
+    mask = np.zeros(model.shape, dtype=bool)
     for head in heads:
-        mask[head.layer, head.index] = True
+        mask[model.layer_numbers.index(head.layer), head.index] = True
     return mask
 
 
@@ -87,22 +87,23 @@ def transitions(before: Diagnosis, after: Diagnosis, operated: Mask) -> Transiti
         for x, y in zip(a, b, strict=True)
     )
     was, now = before.sick, after.sick
+    names = partial(head_names, layers=before.model.layers)
     return Transitions(
         table=tuple(Transition(x, y, n) for (x, y), n in sorted(pairs.items())),
         counts_before=before.counts,
         counts_after=after.counts,
-        iatrogenic=head_names(~was & now),
-        iatrogenic_untreated=head_names(~was & now & ~operated),
-        self_healed=head_names(was & ~now & ~operated),
-        treated_no_longer_sick=head_names(was & ~now & operated),
-        still_sick=head_names(was & now),
-        sick_untreated_after=head_names(now & ~operated),
+        iatrogenic=names(~was & now),
+        iatrogenic_untreated=names(~was & now & ~operated),
+        self_healed=names(was & ~now & ~operated),
+        treated_no_longer_sick=names(was & ~now & operated),
+        still_sick=names(was & now),
+        sick_untreated_after=names(now & ~operated),
     )
 
 
-def head_names(mask: Mask) -> tuple[str, ...]:
+def head_names(mask: Mask, layers: Sequence[int] | None = None) -> tuple[str, ...]:
     """The names of the heads in a mask, in order."""
-    return tuple(str(head) for head in heads_where(mask))
+    return tuple(str(head) for head in heads_where(mask, layers))
 
 
 @dataclass(frozen=True)
@@ -135,16 +136,18 @@ class Drift:
     outside: ZoneDrift
 
 
-def drift_by_zone(delta: Map, zones: Zones) -> Drift:
+def drift_by_zone(delta: Map, zones: Zones, layers: Sequence[int] | None = None) -> Drift:
     """For each zone: heads with |delta| > 0.05, mean and worst, with the movable heads apart."""
-    found = {name: _drift(delta, mask, zones.movable) for name, mask in zones.named().items()}
+    numbers = range(len(delta)) if layers is None else layers
+    named = zones.named().items()
+    found = {name: _drift(delta, mask, zones.movable, numbers) for name, mask in named}
     return Drift(DRIFT, **found)
 
 
-def _drift(delta: Map, zone: Mask, movable: Mask) -> ZoneDrift:
+def _drift(delta: Map, zone: Mask, movable: Mask, layers: Sequence[int]) -> ZoneDrift:
     size, both = np.abs(delta), zone & movable
-    layer, index = np.unravel_index(int(np.argmax(np.where(zone, size, -1))), size.shape)
-    worst = WorstHead(str(Head(int(layer), int(index))), float(delta[layer, index]))
+    row, index = np.unravel_index(int(np.argmax(np.where(zone, size, -1))), size.shape)
+    worst = WorstHead(str(Head(layers[int(row)], int(index))), float(delta[row, index]))
     return ZoneDrift(
         heads=int(zone.sum()),
         movable=int(both.sum()),

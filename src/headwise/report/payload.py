@@ -104,6 +104,7 @@ def page_payload(source: Source, tables: Sequence[Table]) -> dict[str, Any]:
     return {
         "tables": {table.key: to_csv(table) for table in tables},
         "layers": layers,
+        "numbers": list(shown[0][1].model.layer_numbers) if shown else [],
         "heads": heads,
         "thresholds": to_plain(shown[0][1].thresholds) if shown else {},
         "buckets": _buckets([diagnosis for _, diagnosis in shown]),
@@ -154,9 +155,9 @@ def _thinned(steps: Sequence[tuple[int, Map]]) -> list[tuple[int, Map]]:
 
 def _ablation(condition: Condition, diagnosis: Diagnosis) -> list[list[Interval3 | None]] | None:
     """[layer][head] of [value, low, high]; None where the head was not ablated."""
-    layers, heads = diagnosis.model.shape
     rows = [
-        [condition.ablation(f"L{layer}H{head}") for head in range(heads)] for layer in range(layers)
+        [condition.ablation(f"L{layer}H{head}") for head in range(diagnosis.model.num_heads)]
+        for layer in diagnosis.model.layer_numbers
     ]
     if not any(cost for row in rows for cost in row):
         return None

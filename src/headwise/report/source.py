@@ -121,7 +121,7 @@ class Condition:
         if not plans and self.run is not None:
             plans = [self.run.plan]
         plan = join_plans(plans) if plans else None
-        return zones_of(self.diagnosis.model.shape, plan, whole_layers=self.mode == "lora")
+        return zones_of(self.diagnosis.model, plan, whole_layers=self.mode == "lora")
 
 
 @dataclass(frozen=True)

@@ -349,8 +349,9 @@ def _side_effects(source: Source, main: Condition) -> Finding | None:
     if drift is None or main.zones is None or was is None or now is None:
         return None
     operated = main.zones.operated
-    harmed = [str(head) for head in heads_where(~was & now & ~operated)]
-    healed = heads_where(was & ~now & ~operated)
+    layers = None if main.diagnosis is None else main.diagnosis.model.layers
+    harmed = [str(head) for head in heads_where(~was & now & ~operated, layers)]
+    healed = heads_where(was & ~now & ~operated, layers)
     text = (
         f"{_count(len(harmed), 'head')} that nobody touched fell ill"
         + (f" ({', '.join(harmed[:6])}{', ...' if len(harmed) > 6 else ''})" if harmed else "")

@@ -21,7 +21,7 @@ from headwise.forward.checkpointing import checkpointed
 from headwise.forward.gelu import fused_gelu
 from headwise.forward.partial_run import layer_input, run_from
 from headwise.forward.tap import tapped
-from headwise.models.architectures import device_of
+from headwise.models.architectures import backbone_of, device_of
 from headwise.models.tensor_files import write_array
 from headwise.surgery.recipe import Recipe
 from headwise.surgery.run_state import MassMap
@@ -52,7 +52,7 @@ def hold(model: PreTrainedModel, blocks: Sequence[Batch]) -> Held:
     with torch.no_grad(), tapped(model):
         for block in blocks:
             ids = block.ids.to(device_of(model))
-            seen.append(model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+            seen.append(backbone_of(model)(input_ids=ids, use_cache=False).last_hidden_state)
     return Held(tuple(blocks), tuple(seen))
 
 
@@ -99,7 +99,7 @@ def last_hidden(job: Job, batch: Batch, part: list[tuple[int, Batch]]) -> Tensor
     """Last hidden states of the numbered blocks in `part`, which are joined in `batch`."""
     ids = batch.ids.to(device_of(job.model))
     if not (job.recipe.cache_prefix and job.lowest > 0):
-        last: Tensor = job.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        last: Tensor = backbone_of(job.model)(input_ids=ids, use_cache=False).last_hidden_state
         return last
     folder = job.out / PREFIX
     stored = [_prefix(job.model, job.lowest, folder / f"{n}.npy", block) for n, block in part]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
+from typing import get_args
 
 import torch
 from jaxtyping import Float
@@ -18,8 +19,15 @@ from transformers import PreTrainedModel
 
 from headwise.errors import ArtefactError, SelectionError
 from headwise.heads import Head
-from headwise.models.architectures import geometry_of, is_transposed, projection_of
+from headwise.models.architectures import (
+    dense_weight,
+    geometry_of,
+    is_plain,
+    projection_name,
+    projection_of,
+)
 from headwise.models.description import weight_fingerprint
+from headwise.models.family import Role
 from headwise.models.patch import Patch, Slice
 from headwise.models.patch_info import PatchInfo
 from headwise.models.slices import Span, head_spans, output_bias_span, read_slices, spans_of
@@ -39,6 +47,8 @@ def plan_spans(model: PreTrainedModel, plan: SurgeryPlan) -> dict[str, Span]:
 def require_planned_model(model: PreTrainedModel, plan: SurgeryPlan, *, force: bool) -> str:
     """Refuse a plan that was made for another model; returns the fingerprint of the weights."""
     geometry = geometry_of(model)
+    _require_equal_layers(model)
+    _require_plain_weights(model, plan)
     shape = (plan.model.num_layers, plan.model.num_heads, plan.model.num_kv_heads)
     actual = (geometry.num_layers, geometry.num_heads, geometry.num_kv_heads)
     if shape != actual:
@@ -55,6 +65,31 @@ def require_planned_model(model: PreTrainedModel, plan: SurgeryPlan, *, force: b
             fix="diagnose this model and plan again, or use --force",
         )
     return fingerprint
+
+
+def _require_equal_layers(model: PreTrainedModel) -> None:
+    """A plan counts key groups and weights once for all layers."""
+    shapes = {geometry_of(model, layer) for layer in geometry_of(model).layers}
+    if len(shapes) > 1:
+        raise ArtefactError(
+            "the layers of this model differ in their heads' widths or key groups",
+            where=f"model_type={model.config.model_type!r}",
+            fix="diagnose, evaluate and capture work; surgery needs layers that are alike",
+        )
+
+
+def _require_plain_weights(model: PreTrainedModel, plan: SurgeryPlan) -> None:
+    for layer in sorted({head.layer for head in plan.target_heads}):
+        for role in get_args(Role):
+            module = projection_of(model, layer, role)
+            if not is_plain(module):
+                raise ArtefactError(
+                    f"the {role} weights of layer {layer} are quantised, and slices of them "
+                    "cannot be written",
+                    where=f"{projection_name(model, layer, role)}: {type(module).__name__}",
+                    fix="operate on the model before it is quantised (a float16 or bfloat16 "
+                    "checkpoint), and quantise the result",
+                )
 
 
 def operate(
@@ -151,19 +186,16 @@ def _compensation(
                 fix="set compensate: none in the plan",
             )
         heads = [head.index for head in plan.target_heads if head.layer == layer]
+        row = geometry_of(model).layers.index(layer)
         name, span = next(iter(found.items()))
         spans[name] = span
-        values[name] = span.of(model).detach().float() + _added(model, layer, heads, means[layer])
+        values[name] = span.of(model).detach().float() + _added(model, layer, heads, means[row])
     return spans, values
 
 
 def _added(
     model: PreTrainedModel, layer: int, heads: list[int], means: Mapping[int, Tensor] | Tensor
 ) -> Float[Tensor, "hidden"]:
-    geometry = geometry_of(model)
-    module = projection_of(model, layer, "o")
-    weight: Tensor = module.weight.detach().float()  # type: ignore[operator]
-    columns = (weight if is_transposed(module) else weight.T).reshape(
-        geometry.num_heads, geometry.head_dim, -1
-    )
+    weight = dense_weight(projection_of(model, layer, "o"))
+    columns = weight.T.unflatten(0, (geometry_of(model).num_heads, -1))
     return torch.stack([means[h].to(columns) @ columns[h] for h in heads]).sum(0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import yaml
@@ -56,6 +56,17 @@ class PlannedModel(BaseModel):
     num_layers: int
     num_heads: int
     num_kv_heads: int
+    layers: tuple[int, ...] | None = None  # of a hybrid: the layers with attention
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """What the names of a selection are read by."""
+        return {name: getattr(self, name) for name in ("num_layers", "num_heads", "layers")}
+
+    @model_serializer
+    def _without_all_layers(self) -> dict[str, object]:
+        body = dict(self)
+        return body if self.layers else {k: v for k, v in body.items() if k != "layers"}
 
 
 class PlanSummary(BaseModel):
@@ -119,9 +130,7 @@ class SurgeryPlan(BaseModel):
 
     def heads_of(self, selection: str) -> list[Head]:
         """The heads that a selection of layers and indices means in this model."""
-        return select_heads(
-            selection, num_layers=self.model.num_layers, num_heads=self.model.num_heads
-        )
+        return select_heads(selection, **self.model.shape)
 
     def kv_groups(self) -> list[tuple[int, int]]:
         """(layer, key/value head) pairs whose k and v are operated on."""
@@ -199,8 +208,8 @@ def make_plan(
         raise SelectionError("both heads and a preset are given", fix="choose one of them")
     selection = heads or preset_selection(diagnosis, preset, column)
     model = diagnosis.model
-    shape = {"num_layers": model.num_layers, "num_heads": model.num_heads}
-    sets = diagnosis.head_sets()
+    planned = PlannedModel(**{key: getattr(model, key) for key in PlannedModel.model_fields})
+    shape, sets = planned.shape, diagnosis.head_sets()
     if model.positions != "alibi":
         _refuse_band(selection, model)
     maps = {**diagnosis.maps, **(measures or {})}
@@ -215,7 +224,7 @@ def make_plan(
     zone = named_ranges(selection, **shape) or (sets["band"] if model.positions == "alibi" else [])
     watched = [] if preset == "pass2" else [h for h in zone if h not in set(targets)]
     return SurgeryPlan(
-        model=PlannedModel(**{key: getattr(model, key) for key in PlannedModel.model_fields}),
+        model=planned,
         targets=format_heads(targets),
         watched=format_heads(watched),
         healthy=format_heads(set(sets["healthy"]) - set(targets)),

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from headwise.alarms import Alarm, cure_alarms, joined, loss_alarms
 from headwise.diagnosis.mean_outputs import measure_means
 from headwise.errors import SelectionError
+from headwise.forward.guard import guard
 from headwise.models.architectures import device_of
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.patch import Patch, Slice
@@ -107,6 +108,7 @@ def repair(
     settings = asked_settings(plan, recipe, mode, seed, blocks, fingerprint, keep)
     if is_finished(settings, out, resume=resume):
         return finished_run(out)
+    guard(model, recipe.block)
     if not (out / RUN).exists():
         settings.save(out)
     job = _job(model, settings, blocks, out, _tracker(tracker, out, settings))

@@ -23,6 +23,7 @@ from headwise.forward.tap import Sight, tapped
 from headwise.heads import Head
 from headwise.models.architectures import (
     Geometry,
+    backbone_of,
     device_of,
     geometry_of,
     projection_of,
@@ -59,7 +60,7 @@ def measure_directions(
     with frozen(model), torch.no_grad():
         for block in spread_blocks(blocks, MEASURED_BLOCKS):
             with _watched(model, sums, block):
-                model.base_model(input_ids=block.ids.to(device_of(model)), use_cache=False)
+                backbone_of(model)(input_ids=block.ids.to(device_of(model)), use_cache=False)
     return {layer: found.directions() for layer, found in sums.items()}
 
 

@@ -18,7 +18,7 @@ import torch
 from headwise.errors import TrainingError
 from headwise.forward.divergence import divergence
 from headwise.forward.losses import shifted_targets, summed_loss
-from headwise.models.architectures import device_of
+from headwise.models.architectures import backbone_of, device_of
 from headwise.progress import Progress, silent
 from headwise.surgery.checkpoints import (
     fresh_state,
@@ -151,7 +151,7 @@ def _backward_held(job: Job, held: Held, step: int) -> None:
             place = block_at(len(held.blocks), job.seed, step * count + i)
             block = held.blocks[place]
             ids = block.ids.to(device_of(job.model))
-            hidden = job.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            hidden = backbone_of(job.model)(input_ids=ids, use_cache=False).last_hidden_state
             apart = divergence(job.model, hidden, held.hidden[place], block.lengths)
             (apart * (job.recipe.hold_weight / count)).backward()
 

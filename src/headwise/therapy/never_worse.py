@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from headwise.forward.losses import shifted_targets, token_losses
 from headwise.forward.tap import tapped
 from headwise.intervals import Interval, mean_interval
-from headwise.models.architectures import device_of
+from headwise.models.architectures import backbone_of, device_of
 from headwise.models.patch import Patch
 from headwise.texts.batches import Batch
 from headwise.texts.corpus import Corpus
@@ -54,7 +54,7 @@ def _document_losses(
         for block in blocks:
             ids = block.ids.to(device_of(model))
             with tapped(model):
-                last = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+                last = backbone_of(model)(input_ids=ids, use_cache=False).last_hidden_state
             losses = token_losses(model, last, shifted_targets(ids, block.lengths))
             sums.append(losses.double().sum(1).cpu().numpy())
     lengths = torch.cat([block.lengths for block in blocks]).numpy() - 1

@@ -97,7 +97,7 @@
   const measure = () => data.measures[state.measure];
   const stepped = () => ["first_token_mass", "change"].includes(measure().key) && current().steps.length > 0;
   const stepIndex = () => (stepped() ? state.step : undefined);
-  const name = (layer, head) => "L" + layer + "H" + head;
+  const name = (layer, head) => "L" + data.numbers[layer] + "H" + head;
   const known = (value) => value !== null && value !== undefined && !Number.isNaN(value);
   function number(value, digits) {
     if (!known(value)) return "–";
@@ -184,7 +184,7 @@
     root.style.gridTemplateColumns = "1.9rem repeat(" + data.heads + ", minmax(0, 1fr))";
     root.style.setProperty("--cell", data.layers > 20 ? "1.1rem" : data.layers > 12 ? "1.5rem" : "2.2rem");
     for (let layer = data.layers - 1; layer >= 0; layer--) { /* layer 0 at the bottom, as in the paper */
-      axes.rows[layer] = make("span", { class: "axis y", role: "rowheader" }, "L" + layer);
+      axes.rows[layer] = make("span", { class: "axis y", role: "rowheader" }, "L" + data.numbers[layer]);
       const row = make("div", { role: "row" }, axes.rows[layer]);
       cells[layer] = [];
       for (let head = 0; head < data.heads; head++) {
@@ -358,7 +358,7 @@
   }
   function neighbourChart(layer, head) {
     const condition = current(), step = stepIndex(), one = measure(), [low, high] = limits();
-    const parts = [["same layer, L" + layer, data.heads, (i) => [layer, i], head, "H"], ["same column, H" + head, data.layers, (i) => [i, head], layer, "L"]];
+    const parts = [["same layer, L" + data.numbers[layer], data.heads, (i) => [layer, i], head, "H"], ["same column, H" + head, data.layers, (i) => [i, head], layer, "L"]];
     const height = 54, width = SIZE.width, box = make("div", {});
     for (const [title, count, place, at, letter] of parts) {
       const svg = draw("svg", { viewBox: "0 0 " + width + " " + (height + 14), role: "img", "aria-label": title });

@@ -1,8 +1,6 @@
-"""The model families: one row each, and the few functions of families with ways of their own.
+"""Families with ways of their own: ALiBi slopes, and attention without the interface.
 
-To add a family, add its row here (and a tiny config to `TINY` in `tests/conftest.py`). A row is a
-claim; `separability.check_heads` proves it on the model at hand by moving weights and watching the
-heads.
+A `*_call` says what one call of a family's attention module attends to what; the tap attends.
 """
 
 from __future__ import annotations
@@ -14,17 +12,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headwise.models.family import Architecture, AttentionCall
+from headwise.models.family import AttentionCall
 
 
-def _bloom_slopes(model: PreTrainedModel) -> Tensor:
+def bloom_slopes(model: PreTrainedModel) -> Tensor:
+    """BLOOM's slopes, from its own function."""
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
     count = int(model.config.num_attention_heads)
     return build_alibi_tensor(torch.ones(1, 2), count, torch.float32)[:, 0, 1]
 
 
-def _bloom_call(
+def bloom_call(
     module: Any,
     implementation: str,
     hidden_states: Tensor,
@@ -33,6 +32,7 @@ def _bloom_call(
     attention_mask: Tensor | None,
     **_: Any,
 ) -> AttentionCall:
+    """BLOOM: fused projections, ALiBi, the residual added inside."""
     q, k, v = module._reshape(module.query_key_value(hidden_states))
 
     def finish(merged: Tensor) -> tuple[Tensor, None]:
@@ -41,22 +41,15 @@ def _bloom_call(
     return AttentionCall(q, k, v, module.inv_norm_factor, attention_mask, finish, alibi=True)
 
 
-def _falcon_kv_heads(config: Any) -> int | None:
-    grouped = bool(getattr(config, "new_decoder_architecture", False))
-    if not grouped and bool(getattr(config, "multi_query", True)):
-        return 1
-    count: int | None = getattr(config, "num_kv_heads", None)
-    return count
-
-
-def _falcon_slopes(model: PreTrainedModel) -> Tensor:
+def falcon_slopes(model: PreTrainedModel) -> Tensor:
+    """Falcon's slopes as executed: rounded to bfloat16."""
     from transformers.models.falcon.modeling_falcon import build_alibi_tensor
 
     count = int(model.config.num_attention_heads)
     return build_alibi_tensor(torch.ones(1, 2), count, torch.float32)[:, 0, 1]
 
 
-def _falcon_call(
+def falcon_call(
     module: Any,
     implementation: str,
     hidden_states: Tensor,
@@ -65,6 +58,7 @@ def _falcon_call(
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     **_: Any,
 ) -> AttentionCall:
+    """Falcon: RoPE, or an ALiBi bias of its own making."""
     from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
 
     group = module.num_heads // module.num_kv_heads
@@ -90,7 +84,8 @@ def _falcon_call(
     return AttentionCall(q, k, v, scale, attention_mask, finish, bias=bias)
 
 
-def _mpt_slopes(model: PreTrainedModel) -> Tensor:
+def mpt_slopes(model: PreTrainedModel) -> Tensor:
+    """MPT's slopes, in its own order."""
     from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
     # Keys at -1 and 0 relative to the last query: the first value is minus the slope. The model
@@ -99,7 +94,7 @@ def _mpt_slopes(model: PreTrainedModel) -> Tensor:
     return -bias[:, 0, 0].float()
 
 
-def _mpt_call(
+def mpt_call(
     module: Any,
     implementation: str,
     hidden_states: Tensor,
@@ -108,6 +103,7 @@ def _mpt_call(
     attention_mask: Tensor | None = None,
     **_: Any,
 ) -> AttentionCall:
+    """MPT: fused projections, perhaps clipped, and ALiBi."""
     mixed = module.Wqkv(hidden_states)
     if module.clip_qkv:
         mixed = mixed.clamp(-module.clip_qkv, module.clip_qkv)
@@ -120,7 +116,7 @@ def _mpt_call(
     return AttentionCall(q, k, v, module.softmax_scale, attention_mask, finish, alibi=True)
 
 
-def _gptj_call(
+def gptj_call(
     module: Any,
     implementation: str,
     hidden_states: Tensor,
@@ -129,6 +125,7 @@ def _gptj_call(
     position_ids: Tensor | None = None,
     **_: Any,
 ) -> AttentionCall:
+    """GPT-J: rotary tables inside the attention module."""
     split = (module.num_attention_heads, module.head_dim)
     names = (module.q_proj, module.k_proj, module.v_proj)
     q, k, v = (projection(hidden_states).unflatten(-1, split) for projection in names)
@@ -150,110 +147,40 @@ def _gptj_rotate(module: Any, x: Tensor, position_ids: Tensor | None) -> Tensor:
     return torch.cat([apply_rotary_pos_emb(x[..., :width], sin, cos), x[..., width:]], -1)
 
 
-_LLAMA = Architecture()
+def gpt_neo_call(
+    module: Any,
+    implementation: str,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    **_: Any,
+) -> AttentionCall:
+    """GPT-Neo: unscaled scores, and a window in every other layer."""
+    split = (module.num_heads, module.head_dim)
+    names = (module.q_proj, module.k_proj, module.v_proj)
+    q, k, v = (p(hidden_states).unflatten(-1, split).transpose(1, 2) for p in names)
+    window = int(module.config.window_size) if module.attention_type == "local" else None
+
+    def finish(merged: Tensor) -> tuple[Tensor, None]:
+        return module.out_proj(merged), None
+
+    return AttentionCall(q, k, v, 1.0, attention_mask, finish, window=window)
 
 
-_CAPPED = Architecture(logits_cap="final_logit_softcapping")
+def xglm_call(
+    module: Any,
+    implementation: str,
+    hidden_states: Tensor,
+    key_value_states: None = None,
+    past_key_values: None = None,
+    attention_mask: Tensor | None = None,
+    **_: Any,
+) -> AttentionCall:
+    """XGLM: plain attention without the interface."""
+    split = (module.num_heads, module.head_dim)
+    names = (module.q_proj, module.k_proj, module.v_proj)
+    q, k, v = (p(hidden_states).unflatten(-1, split).transpose(1, 2) for p in names)
 
+    def finish(merged: Tensor) -> tuple[Tensor, None]:
+        return module.out_proj(merged), None
 
-ARCHITECTURES: dict[str, Architecture] = {
-    "bloom": Architecture(
-        layers="transformer.h",
-        attention="self_attention",
-        projections=("query_key_value",),
-        output="dense",
-        order="grouped",
-        positions="alibi",
-        mlp_in=("mlp.dense_h_to_4h",),
-        mlp_out="mlp.dense_4h_to_h",
-        slopes=_bloom_slopes,
-        attention_call=_bloom_call,
-        layer_returns_tuple=True,
-        takes_position_ids=False,
-        slow_gelu="BloomGelu",
-    ),
-    "falcon": Architecture(
-        layers="transformer.h",
-        attention="self_attention",
-        projections=("query_key_value",),
-        output="dense",
-        order="grouped",
-        alibi_if="alibi",
-        mlp_in=("mlp.dense_h_to_4h",),
-        mlp_out="mlp.dense_4h_to_h",
-        kv_heads=_falcon_kv_heads,
-        slopes=_falcon_slopes,
-        attention_call=_falcon_call,
-        layer_returns_tuple=True,
-    ),
-    "mpt": Architecture(
-        layers="transformer.blocks",
-        attention="attn",
-        projections=("Wqkv",),
-        output="out_proj",
-        order="concat",
-        positions="alibi",
-        mlp_in=("ffn.up_proj",),
-        mlp_out="ffn.down_proj",
-        slopes=_mpt_slopes,
-        attention_call=_mpt_call,
-        layer_returns_tuple=True,
-        takes_position_ids=False,
-        needs_mask=True,  # it calls .to(bool) on the mask whatever it is
-    ),
-    "gpt2": Architecture(
-        layers="transformer.h",
-        attention="attn",
-        projections=("c_attn",),
-        output="c_proj",
-        order="concat",
-        positions="learned",
-        mlp_in=("mlp.c_fc",),
-        mlp_out="mlp.c_proj",
-    ),
-    "gptj": Architecture(
-        layers="transformer.h",
-        attention="attn",
-        output="out_proj",
-        mlp_in=("mlp.fc_in",),
-        mlp_out="mlp.fc_out",
-        attention_call=_gptj_call,
-        layer_returns_tuple=True,
-    ),
-    "gpt_neox": Architecture(
-        layers="gpt_neox.layers",
-        attention="attention",
-        projections=("query_key_value",),
-        output="dense",
-        order="grouped",
-        mlp_in=("mlp.dense_h_to_4h",),
-        mlp_out="mlp.dense_4h_to_h",
-    ),
-    "opt": Architecture(
-        layers="model.decoder.layers",
-        output="out_proj",
-        positions="learned",
-        mlp_in=("fc1",),
-        mlp_out="fc2",
-    ),
-    "phi3": Architecture(projections=("qkv_proj",), order="concat", mlp_in=("mlp.gate_up_proj*2",)),
-    "starcoder2": Architecture(mlp_in=("mlp.c_fc",), mlp_out="mlp.c_proj"),
-    "gemma": _LLAMA,
-    "gemma2": _CAPPED,
-    "gemma3_text": _CAPPED,
-    "granite": Architecture(logits_over="logits_scaling"),
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "olmo": Architecture(clip="clip_qkv"),
-    "qwen2": _LLAMA,
-    "qwen3": _LLAMA,
-    "smollm3": _LLAMA,
-    "stablelm": _LLAMA,
-}
-
-
-NOT_SEPARABLE: dict[str, str] = dict.fromkeys(
-    ("olmo2", "olmo3", "flex_olmo", "minimax_m2", "olmo_hybrid"),
-    "its query/key norm runs across all heads of a layer, so a change in one head's weights moves "
-    "every other head",
-)
+    return AttentionCall(q, k, v, module.scaling, attention_mask, finish)

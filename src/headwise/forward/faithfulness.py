@@ -1,0 +1,264 @@
+"""Is the attention that headwise computes the model's own? Behaviour decides, never a row.
+
+`compare_runs` is the long proof: past every window, chunk and cache boundary that the config names,
+with padding on both sides, against each of the model's own implementations. `wrong_positions` is
+the short one that `guard` runs before a verb's work: one text, tapped and untapped.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from headwise.forward.attention import mass_at, moments
+from headwise.forward.losses import logits_of
+from headwise.forward.tap import Sight, own_implementation, tapped, using_implementation
+from headwise.models.architectures import (
+    architecture_of,
+    attention_layers,
+    backbone_of,
+    device_of,
+    geometry_of,
+    projection_of,
+    weight_of,
+)
+
+PAST = 64  # tokens behind the farthest boundary
+
+
+SHORTEST = 128
+
+
+_BOUNDARY = re.compile(r"window|chunk|cache|local_attention|block_size|_block_len")
+
+
+_DENSE = 2**28  # numbers of one layer's T x T attention that a comparison with eager may hold
+
+
+# Of the logits' size: sums in another order, rounded to the model's type
+_TOLERANCE = {torch.bfloat16: 0.2, torch.float16: 0.05}
+_EXACT = 2e-4
+_GUARDED = 2e-3  # looser than the proof: a router may send one token to another expert
+_GUARDED_SHARE = 0.01  # of positions
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far tapped runs are from the model's own, at worst, of its logits' size."""
+
+    length: int
+    implementations: tuple[str, ...]
+    logits: float
+    contributions: float  # what the tap shows of heads, against what the output projection reads
+    losses: float  # the hidden states through the loss path's head, against the model's logits
+    attention: float | None  # masses and entropies; None where the model shows no attention
+
+
+def tolerance_of(model: PreTrainedModel, exact: float = _EXACT) -> float:
+    """What rounding alone may change of the logits."""
+    return _TOLERANCE.get(model.dtype, exact)
+
+
+def boundaries(model: PreTrainedModel) -> dict[str, int]:
+    """Windows, chunks and caches that the config names, in tokens."""
+    found = dict(_numbers(model.config.get_text_config().to_dict()))
+    return {name: value for name, value in found.items() if _BOUNDARY.search(name) and value > 1}
+
+
+def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value)
+        elif isinstance(value, int) and not isinstance(value, bool):
+            yield name, value
+
+
+def proof_length(model: PreTrainedModel) -> int:
+    """Tokens that pass every boundary by 64, as far as the model has positions."""
+    wanted = max(SHORTEST, *(value + PAST for value in (0, *boundaries(model).values())))
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return min(wanted, int(most)) if most else wanted
+
+
+def random_ids(
+    model: PreTrainedModel, texts: int, length: int, seed: int = 0
+) -> Int[Tensor, "text position"]:
+    """Token ids of the whole vocabulary, but not its first few, which tend to be special."""
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = len(weight_of(model.get_input_embeddings()))
+    ids = torch.randint(min(3, vocabulary - 1), vocabulary, (texts, length), generator=generator)
+    return ids.to(device_of(model))
+
+
+@torch.inference_mode()
+def compare_runs(model: PreTrainedModel, *, seed: int = 0) -> Difference:
+    """The long proof, on random tokens."""
+    length = proof_length(model)
+    ids = random_ids(model, 2, length, seed)
+    names = _implementations(model)
+    found = []
+    for mask in (_padding(ids, "left"), _padding(ids, "right")):
+        plain = {name: _own_logits(model, ids, mask, name) for name in names}
+        if _agree(model, plain.values()):
+            found += [_compare(model, ids, mask, name, plain[name]) for name in names]
+    return Difference(
+        length,
+        names,
+        logits=max(logits for logits, _ in found),
+        contributions=_contribution_error(model, ids[:1]),
+        losses=max(losses for _, losses in found),
+        attention=_attention_error(model, ids[:1]),
+    )
+
+
+def _implementations(model: PreTrainedModel) -> tuple[str, ...]:
+    """The model's own, and sdpa and eager where one module can be run as both."""
+    own = own_implementation(model)
+    if architecture_of(model).attention_call is not None:
+        return (own,)
+    others = ("sdpa", "eager") if getattr(model, "_supports_sdpa", False) else ("eager",)
+    return tuple(dict.fromkeys((own, *(o for o in others if o == "sdpa" or _is_small(model)))))
+
+
+def _is_small(model: PreTrainedModel) -> bool:
+    return proof_length(model) ** 2 * geometry_of(model).num_heads <= _DENSE
+
+
+def _padding(ids: Tensor, side: str) -> Int[Tensor, "text position"]:
+    """The second text is three quarters as long as the first."""
+    mask = torch.ones_like(ids)
+    missing = ids.shape[1] // 4
+    mask[1, slice(0, missing) if side == "left" else slice(ids.shape[1] - missing, None)] = 0
+    return mask
+
+
+def _own_logits(model: PreTrainedModel, ids: Tensor, mask: Tensor, name: str) -> Tensor:
+    with using_implementation(model, name):
+        logits: Tensor = model(ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
+    return logits
+
+
+def _agree(model: PreTrainedModel, plain: Iterable[Tensor]) -> bool:
+    """Whether the model agrees with itself: some recurrences read what padding happens to hold."""
+    first, *others = plain
+    return all(relative(other, first) < tolerance_of(model) for other in others)
+
+
+def _compare(
+    model: PreTrainedModel, ids: Tensor, mask: Tensor, name: str, plain: Tensor
+) -> tuple[float, float]:
+    """Change of the logits by the tap, and of the loss path against the model's logits."""
+    real = mask.bool()
+    with using_implementation(model, name):
+        with tapped(model):
+            seen = model(ids, attention_mask=mask, use_cache=False).logits[real]
+        hidden = backbone_of(model)(ids, attention_mask=mask, use_cache=False).last_hidden_state
+    return relative(seen, plain), relative(logits_of(model, hidden[real]), plain)
+
+
+def _contribution_error(model: PreTrainedModel, ids: Tensor) -> float:
+    """Nothing may happen to a head's output between the tap and the output projection."""
+    entered: dict[int, Tensor] = {}
+    shown: dict[int, Tensor] = {}
+
+    def enter(layer: int) -> Callable[..., None]:
+        def keep(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            entered[layer] = inputs[0]
+
+        return keep
+
+    def show(sight: Sight) -> None:
+        shown[sight.layer] = sight.out.transpose(1, 2).flatten(2)
+
+    layers = attention_layers(model)
+    handles = [projection_of(model, n, "o").register_forward_pre_hook(enter(n)) for n in layers]
+    try:
+        with tapped(model, show):
+            backbone_of(model)(ids, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return max(relative(shown[n], entered[n].reshape(shown[n].shape)) for n in layers)
+
+
+def relative(left: Tensor, right: Tensor) -> float:
+    """The largest difference, of the largest number."""
+    return float((left - right).abs().max() / right.abs().max().clamp_min(1e-6))
+
+
+def _attention_error(model: PreTrainedModel, ids: Tensor) -> float | None:
+    """First-token mass, previous-token mass and entropy of every query, against dense attention."""
+    if not _is_small(model):
+        return None
+    interface = architecture_of(model).attention_call is None
+    with using_implementation(model, "eager") if interface else nullcontext():
+        dense = _dense_attention(model, ids)
+        if dense is None:
+            return None
+        errors: list[float] = []
+
+        def read(sight: Sight) -> None:
+            p = _with_sinks(dense[layers.index(sight.layer)].float(), sight)
+            entropy = torch.special.entr(p).sum(-1) + _learned(p)
+            found = mass_at(sight.scores, sight.lse, None), mass_at(sight.scores, sight.lse, 1)
+            errors.append(float((found[0] - p[..., 0]).abs().max()))
+            errors.append(float((found[1][..., 1:] - p.diagonal(-1, 2, 3)).abs().max()))
+            moment = moments(sight.scores, sight.lse)
+            errors.append(float((moment.entropy - entropy).mean(-1).abs().max()))
+
+        layers = attention_layers(model)
+        with tapped(model, read):
+            backbone_of(model)(ids, use_cache=False)
+    return max(errors)
+
+
+def _with_sinks(
+    p: Float[Tensor, "batch head query key"], sight: Sight
+) -> Float[Tensor, "batch head query key"]:
+    """Some families show their attention before the learned sink takes its share."""
+    sinks = sight.scores.sinks
+    if sinks is None or bool((p.sum(-1) < 1 - 1e-4).any()):
+        return p
+    return p * (1 - (sinks.float()[None, :, None] - sight.lse).exp())[..., None]
+
+
+def _learned(p: Float[Tensor, "batch head query key"]) -> Float[Tensor, "batch head query"]:
+    """The entropy of what no key receives: the share of a learned sink."""
+    entropy: Tensor = torch.special.entr((1 - p.sum(-1)).clamp_min(0))
+    return entropy
+
+
+def _dense_attention(model: PreTrainedModel, ids: Tensor) -> list[Tensor] | None:
+    """The model's own T x T attention by layer, None where it gives none."""
+    output = model(ids, use_cache=False, output_attentions=True)
+    square = (ids.shape[1], ids.shape[1])
+    shown = getattr(output, "attentions", None) or ()
+    found = [p for p in shown if p is not None and p.shape[-2:] == square]
+    return found if len(found) == len(attention_layers(model)) else None
+
+
+@torch.inference_mode()
+def wrong_positions(model: PreTrainedModel, longest: int) -> tuple[Bool[Tensor, "position"], float]:
+    """The short proof: where one text's logits are not the model's own, and by how much at most.
+
+    Through the tap and the loss path at once, two forward passes in all.
+    """
+    ids = random_ids(model, 1, max(2, min(longest, proof_length(model))))
+    plain = model(ids, use_cache=False).logits
+    with tapped(model):
+        hidden = backbone_of(model)(ids, use_cache=False).last_hidden_state
+    seen = logits_of(model, hidden)
+    errors = (seen - plain).abs().amax(-1)[0] / plain.abs().max().clamp_min(1e-6)
+    wrong = errors.isnan() | (errors > tolerance_of(model, _GUARDED))
+    wrong &= plain.isfinite().all(-1)[0]  # a model that overflows is told by its measures
+    if int(wrong.sum()) <= max(1, int(_GUARDED_SHARE * wrong.numel())):
+        wrong = torch.zeros_like(wrong)
+    return wrong, float(errors.max())

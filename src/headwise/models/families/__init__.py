@@ -1,0 +1,5 @@
+"""Model families: the table of rows, the ways of odd ones, and rows proposed from a shape."""
+
+from headwise.models.families.rows import ARCHITECTURES, NOT_SEPARABLE
+
+__all__ = ["ARCHITECTURES", "NOT_SEPARABLE"]

@@ -1,0 +1,119 @@
+"""`docs/families.md`, made of what the tests prove: `python tests/families_page.py` rewrites it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+from headwise.models.families import ARCHITECTURES, NOT_SEPARABLE
+from tiny import COMMON, MORE, TINY, UNEVEN
+
+PAGE = Path(__file__).parent.parent / "docs" / "families.md"
+
+# config entries -> what they try
+SIGNS = {
+    "sliding_window": "window",
+    "attention_window_size": "window",
+    "window_size": "window",
+    "attention_chunk_size": "chunks",
+    "num_key_value_heads": "shared keys",
+    "clip_qkv": "clipped q, k, v",
+    "attn_config": "clipped q, k, v",
+    "qk_layernorm": "QK norm",
+    "use_qk_norm": "QK norm",
+    "attention_bias": "biases",
+    "use_bias": "biases",
+    "partial_rotary_factor": "partial rotary",
+    "rotary_dim": "partial rotary",
+    "no_rope_layers": "layers without RoPE",
+    "num_experts": "experts",
+    "moe_num_experts": "experts",
+    "ffn_config": "experts",
+    "final_logit_softcapping": "capped logits",
+    "logits_soft_cap": "capped logits",
+    "logit_scale": "scaled logits",
+    "logits_scaling": "scaled logits",
+    "lm_head_multiplier": "scaled logits",
+    "kv_lora_rank": "latent keys and values",
+    "multi_query": "one key head",
+    "global_head_dim": "layers of two widths",
+    "swa_num_key_value_heads": "layers with more keys",
+}
+HYBRIDS = {
+    "lfm2",
+    "lfm2_moe",
+    "jamba",
+    "nemotron_h",
+    "granitemoehybrid",
+    "bamba",
+    "qwen3_next",
+    "qwen3_5_text",
+    "minimax",
+    "recurrent_gemma",
+}
+SINKS = {"gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"}
+
+HEAD = """# Families
+
+Made by `python tests/families_page.py` of the rows and the tiny models that the tests prove; a test compares.
+
+Each of the {count} families below is proved on tiny random models in its odd shapes: noise in one head's weights moves that
+head, or exactly its key/value group, and no other; every measure equals dense attention (first-token mass within 1e-5,
+entropy within 1e-4 nats); the logits of the tapped model and of the loss path are the model's own within 1e-5 of their size,
+past every window and chunk, with padding on both sides, for `sdpa` and `eager`. `headwise check MODEL` does the same with
+the model at hand, and every verb compares one text before it starts.
+
+A family that is not listed is not refused by its name: its heads are looked for by the names and sizes of its modules, and used
+if the whole check passes on the model itself (`headwise check MODEL --write-row` prints the row).
+
+Words: *latent*: queries, keys and values of a head are rows behind a shared compression; the rotary part of the key is one for all
+heads and belongs to none, so surgery leaves it alone. *Gate*: contributions are read behind it; its own weights belong
+to no slice. *Hybrid*: only some layers have attention; heads bear the model's own layer numbers. *Learned sink*: its share is a
+measure of its own (`learned_sink_share`) and counts with the first token's mass in the classes. MLP dormancy is counted
+where there is one MLP, not for experts. Diagnose, evaluate and capture work for every row.
+
+| family | positions | tried | MLP dormancy | repair |
+|---|---|---|---|---|
+"""
+
+REFUSED = """
+## Refused, with the reason
+
+| families | why |
+|---|---|
+"""
+
+
+def tried(family: str) -> str:
+    """The odd things about a family and its tiny models."""
+    row = ARCHITECTURES[family]
+    found = {"hybrid"} if family in HYBRIDS else set()
+    found |= {"gate"} if row.gated else set()
+    found |= {"learned sink"} if family in SINKS else set()
+    for model_type, extra in (TINY | MORE).values():
+        if model_type == family:
+            found |= {word for name, word in SIGNS.items() if extra.get(name)}
+            width = COMMON["hidden_size"] // COMMON["num_attention_heads"]
+            found |= {"wide heads"} if extra.get("head_dim", width) > width else set()
+    return ", ".join(sorted(found)) or "plain"
+
+
+def page() -> str:
+    """The whole page."""
+    lines = [HEAD.format(count=len(ARCHITECTURES))]
+    for family in sorted(ARCHITECTURES):
+        row = ARCHITECTURES[family]
+        positions = f"{row.positions} or alibi" if row.alibi_if else row.positions
+        dormancy = "yes" if row.mlp_in else "-"
+        repair = "no: layers differ" if family in UNEVEN else "yes"
+        lines.append(f"| {family} | {positions} | {tried(family)} | {dormancy} | {repair} |\n")
+    lines.append(REFUSED)
+    reasons = defaultdict(list)
+    for family, reason in NOT_SEPARABLE.items():
+        reasons[reason].append(family)
+    lines += [f"| {', '.join(names)} | {reason} |\n" for reason, names in reasons.items()]
+    return "".join(lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
