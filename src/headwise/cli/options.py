@@ -152,14 +152,25 @@ def chosen_texts(
 
 
 def load(
-    name: str, dtype: str | None, device_map: str | None, pickle: bool, remote: bool
+    name: str,
+    dtype: str | None,
+    device_map: str | None,
+    pickle: bool,
+    remote: bool,
+    *,
+    bos: bool | None = None,
 ) -> LoadedModel:
     """Load a model with the usual options."""
     from headwise.models.architectures import is_proposed
     from headwise.models.loading import load_model
 
     loaded = load_model(
-        name, dtype=dtype, device_map=device_map, allow_pickle=pickle, trust_remote_code=remote
+        name,
+        dtype=dtype,
+        device_map=device_map,
+        allow_pickle=pickle,
+        trust_remote_code=remote,
+        bos=bos,
     )
     if is_proposed(loaded.model):
         _prove(loaded)
@@ -180,33 +191,23 @@ def _prove(loaded: LoadedModel) -> None:
 
 def load_reader(
     name: str,
-    dtype: str | None,
-    device_map: str | None,
-    pickle: bool = False,
-    remote: bool = False,
-    *,
+    how: tuple[str | None, str | None, bool, bool],
     bos: bool | None,
     quiet: bool,
+    *,
     inherited: Sequence[tuple[bool | None, str]] = (),
     max_length: int | None = None,
 ) -> LoadedModel:
     """Load a model that is to read text, and say how its texts will start and where they end.
 
-    `inherited` are the first tokens of artefacts that the work goes on from, with their names.
+    `how` is dtype, device map, and whether pickles and remote code are allowed. `inherited` are the
+    first tokens of artefacts that the work goes on from, with their names.
     """
     from headwise.cli.show import console
-    from headwise.models.loading import load_model
 
     screen = console(quiet)
     screen.print(f"loading {name}", style="dim")
-    loaded = load_model(
-        name,
-        dtype=dtype,
-        device_map=device_map,
-        allow_pickle=pickle,
-        trust_remote_code=remote,
-        bos=bos,
-    )
+    loaded = load(name, *how, bos=bos)
     for value, source in inherited:
         loaded = loaded.inheriting(value, source)
     screen.print(str(loaded.first_token))

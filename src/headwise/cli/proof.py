@@ -68,17 +68,8 @@ def evaluate(
     from headwise.proof.view import evaluation_sheets
 
     sets = [chosen_texts(texts, lines, model), paper_prompts()]
-    loaded = load_reader(
-        model,
-        dtype,
-        device_map,
-        allow_pickle,
-        trust_remote_code,
-        bos=bos,
-        quiet=quiet,
-        inherited=patch_first_tokens(patch),
-        max_length=max_length,
-    )
+    how, before = (dtype, device_map, allow_pickle, trust_remote_code), patch_first_tokens(patch)
+    loaded = load_reader(model, how, bos, quiet, inherited=before, max_length=max_length)
     with progress_bars(quiet) as progress:
         found = run(
             loaded,
@@ -123,9 +114,8 @@ def complete(
 
     named = _named_patches(patch or [])
     chosen = None if prompts is None else read_prompts(prompts)
-    loaded = load_reader(
-        model, dtype, device_map, bos=bos, quiet=quiet, inherited=patch_first_tokens(patch)
-    )
+    how, before = (dtype, device_map, False, False), patch_first_tokens(patch)
+    loaded = load_reader(model, how, bos, quiet, inherited=before)
     with progress_bars(quiet) as progress:
         found = run(
             loaded,
@@ -213,17 +203,8 @@ def capture(
     from headwise.plasticity.capture import capture as run
     from headwise.plasticity.capture_info import CaptureSettings
 
-    loaded = load_reader(
-        model,
-        dtype,
-        device_map,
-        allow_pickle,
-        trust_remote_code,
-        bos=bos,
-        quiet=quiet,
-        inherited=patch_first_tokens(patch),
-        max_length=max_length,
-    )
+    how, before = (dtype, device_map, allow_pickle, trust_remote_code), patch_first_tokens(patch)
+    loaded = load_reader(model, how, bos, quiet, inherited=before, max_length=max_length)
     settings = CaptureSettings(
         buckets, base_rate, max_length, pre_rope, choice(layout, "new", "old"), seed
     )

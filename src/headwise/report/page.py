@@ -22,9 +22,10 @@ from headwise.proof.completed_texts import Completions
 from headwise.provenance import Provenance
 from headwise.report.paper.losses import against_stock
 from headwise.report.payload import as_script, page_payload
+from headwise.report.recovered import recovered
 from headwise.report.source import Source
 from headwise.report.tables import Column, Entry, Table, make_table
-from headwise.report.verdict import Verdict, main_run, recovered
+from headwise.report.verdict import Verdict, main_run
 from headwise.values import to_plain
 
 ASSETS = DATA / "report"

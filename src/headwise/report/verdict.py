@@ -17,6 +17,7 @@ from headwise.heads import heads_where
 from headwise.intervals import Interval
 from headwise.report.paper.drift import zone_drift
 from headwise.report.paper.losses import against_stock, held_out
+from headwise.report.recovered import recovered
 from headwise.report.source import Condition, Source
 
 Tone = Literal["good", "bad", "plain", "caution"]
@@ -205,35 +206,6 @@ def _operation(source: Source, main: Condition) -> Finding | None:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-@dataclass(frozen=True)
-class Recovered:
-    """How many heads passed a test of those it was put to, seed by seed."""
-
-    passed: tuple[int, ...]
-    operated: tuple[int, ...]
-
-    def __str__(self) -> str:
-        if not any(self.operated):
-            return "none (no treated head was sick in stock)"
-        if len(set(self.operated)) > 1:
-            pairs = zip(self.passed, self.operated, strict=True)
-            return " and ".join(f"{passed} of {operated}" for passed, operated in pairs)
-        low, high = min(self.passed), max(self.passed)
-        return (str(low) if low == high else f"{low} to {high}") + f" of {self.operated[0]}"
-
-
-def recovered(source: Source, arm: str, key: str = "functional") -> Recovered | None:
-    """`functional` heads of those that were sick and judged, or `not_sick` of all treated ones."""
-    found = [c.evaluation.recovery for c in source.of_arm(arm) if c.evaluation]
-    known = [r for r in found if r]
-    if not known:
-        return None
-    tested = "judged" if key == "functional" else "operated"
-    return Recovered(
-        tuple(getattr(r, key) for r in known), tuple(getattr(r, tested) for r in known)
-    )
 
 
 def _by_mass(source: Source, main: Condition) -> Finding | None:
