@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 
+from headwise.errors import ModelError
 from headwise.forward.losses import IGNORED, shifted_targets, token_losses
 from headwise.forward.tap import tapped
 from headwise.intervals import Interval, mean_interval
@@ -112,7 +113,21 @@ def text_losses(
         owners = [windows.document[piece] for piece in batch.index]
         np.add.at(sums, owners, losses)
         np.add.at(tokens, owners, counted)
+    _require_numbers(loaded, texts, sums)
     return TextLosses(texts, sums, tokens)
+
+
+def _require_numbers(
+    loaded: LoadedModel, texts: TextSet, sums: Float[np.ndarray, "document"]
+) -> None:
+    wrong = np.flatnonzero(~np.isfinite(sums))
+    if len(wrong):
+        raise ModelError(
+            f"the loss of {len(wrong)} of {len(sums)} texts is no number: {loaded.model.dtype} "
+            f"overflows, first in text {wrong[0]} of {texts.name}",
+            where=loaded.id,
+            fix="use --dtype float32 (or bfloat16, which has its range)",
+        )
 
 
 def paired_difference(after: TextLosses, before: TextLosses, seed: int = 0) -> Interval:

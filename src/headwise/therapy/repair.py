@@ -46,9 +46,10 @@ def repair(
     """Repair in one mode and write `out/`; the model is left as it was, the result is the patch.
 
     Without a `recipe` one is fitted to the model and the corpus; `changes` to it come last. The
-    first token is the plan's; a `bos` that differs from it is refused. `treatment="auto"` chooses per head and ends in an empty patch unless the repaired model is
-    better than stock on validation text with 95% confidence; without a plan it treats sick heads.
-    On `keep` texts the model is held to what stock says (the recipe's `hold_weight` times the KL).
+    first token is the plan's; a `bos` that differs from it is refused. `treatment="auto"` chooses
+    per head and ends in an empty patch unless the repaired model is better than stock on validation
+    text with 95% confidence; without a plan it treats sick heads. On `keep` texts the model is held
+    to what stock says (the recipe's `hold_weight` times the KL).
     """
     loaded = loaded.starting_with(bos).inheriting(None if plan is None else plan.bos, "the plan")
     blocks, chosen = cut_corpus(loaded, corpus, recipe, treatment, changes or {}, excluded)
