@@ -13,7 +13,6 @@ import typer
 app = typer.Typer(
     name="headwise",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )

@@ -52,5 +52,11 @@ class ModelInfo:
     @property
     def short_name(self) -> str:
         """The name as a title can carry it: the last part of a path, without its ending."""
-        name = self.id.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf")
+        name = model_name(self.id).removesuffix(".gguf")
         return name if len(name) <= 32 else name[:29] + "..."
+
+
+def model_name(identifier: str) -> str:
+    """The last part of a hub id or a path; a folder called `hf` is named by its parent."""
+    *above, last = identifier.rstrip("/").split("/")
+    return above[-1] if last == "hf" and above and above[-1] else last

@@ -87,7 +87,8 @@ def ablate_heads(
     deltas = np.zeros((len(chosen), len(encoded)))
     tokens = np.array([len(ids) - 1 for ids in encoded])
     value = _replacements(model, replacement, means)
-    for batch in track(list(batches(encoded, batch_size)), "ablating heads", progress):
+    work = list(batches(encoded, batch_size)) if chosen else []
+    for batch in track(work, "ablating heads", progress):
         rows = list(batch.index)
         with torch.inference_mode():
             passed = _base_pass(model, batch)

@@ -283,7 +283,7 @@ def _head_costs(
         len(encoded),
         zero.costs(labels, how.seed),
         mean.costs(labels, how.seed),
-        _first_order(model, encoded, zero, wanted.singles, how.batch_size),
+        _first_order(model, encoded, zero, wanted.singles),
     )
 
 
@@ -292,9 +292,9 @@ def _first_order(
     encoded: list[list[int]],
     exact: Ablation,
     singles: Sequence[Head],
-    batch_size: int,
 ) -> FirstOrder:
-    estimate = first_order_importance(model, encoded, batch_size=batch_size)
+    # one text at a time: the backward pass keeps every activation
+    estimate = first_order_importance(model, encoded, batch_size=1)
     costs = exact.deltas[: len(singles)].sum(1) / exact.tokens.sum()
     rows = attention_layers(model)
     guesses = np.array([estimate[rows.index(head.layer), head.index] for head in singles])

@@ -18,7 +18,7 @@ from headwise.artefacts import load_artefact
 from headwise.diagnosis.values import Diagnosis, classify
 from headwise.errors import ArtefactError
 from headwise.intervals import Interval
-from headwise.models.model_info import ModelInfo
+from headwise.models.model_info import ModelInfo, model_name
 from headwise.plasticity.values import PlasticitySummary, find_plasticity
 from headwise.proof.compare import compare
 from headwise.proof.comparison import Comparison
@@ -167,7 +167,7 @@ class Source:
     @property
     def model_name(self) -> str:
         """The model's id as a title can carry it."""
-        return self.model_id.rstrip("/").rsplit("/", 1)[-1]
+        return model_name(self.model_id)
 
     @property
     def finals(self) -> list[Condition]:

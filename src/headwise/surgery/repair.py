@@ -109,8 +109,7 @@ def repair(
     if is_finished(settings, out, resume=resume):
         return finished_run(out)
     guard(model, recipe.block)
-    if not (out / RUN).exists():
-        settings.save(out)
+    settings.save(out)
     job = _job(model, settings, blocks, out, _tracker(tracker, out, settings))
     job = replace(job, held=_held(loaded, keep, recipe, excluded))
     stock, unigram = stock_reading(loaded, blocks, recipe)

@@ -67,9 +67,16 @@ class RunSettings:
         return from_plain(RunSettings, {**whole, "fingerprint": model.get("fingerprint")}, path)
 
 
+def _has_begun(run: Path) -> bool:
+    """Whether there is anything to lose: a run that made no step may start again, as it likes."""
+    if not (run / RUN).exists():
+        return False
+    return (run / PATCH).exists() or any((run / "checkpoints").glob("step-*.safetensors"))
+
+
 def is_finished(asked: RunSettings, run: Path, *, resume: bool) -> bool:
     """Whether there is nothing left to do; a run directory with other settings is refused."""
-    if not (run / RUN).exists():
+    if not _has_begun(run):
         return False
     if not resume:
         raise ArtefactError(

@@ -55,9 +55,9 @@ def repair(
     blocks, chosen = cut_corpus(loaded, corpus, recipe, treatment, changes or {}, excluded)
     stage(told_recipe(chosen, loaded, blocks.info.train_tokens), progress)
     given = changed(plan or plan_sick_heads(loaded, blocks, chosen), bos=loaded.bos)
+    work = (loaded, given, blocks, chosen)
     if treatment == AUTO:
         require_treated_mode(mode)
-        work = (loaded, given, blocks, chosen)
         return repair_automatically(
             *work,
             out=out,
@@ -69,10 +69,7 @@ def repair(
             progress=progress,
         ).run
     return repair_heads(
-        loaded,
-        given,
-        blocks,
-        chosen,
+        *work,
         out=out,
         mode=mode,
         treatment=treatment,
