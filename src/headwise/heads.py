@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Real
 
 from headwise.errors import SelectionError
 
@@ -81,7 +81,7 @@ def select_heads(
     num_layers: int,
     num_heads: int,
     sets: Mapping[str, Iterable[Head]] | None = None,
-    maps: Mapping[str, Float[np.ndarray, "layer head"]] | None = None,
+    maps: Mapping[str, Real[np.ndarray, "layer head"]] | None = None,
 ) -> list[Head]:
     """Evaluate a selection; `sets` gives meaning to words, `maps` to measures."""
     if len(selection) > _LONGEST:
@@ -139,7 +139,7 @@ class _Selection:
     tokens: list[str]
     text: str
     words: dict[str, frozenset[Head]]
-    maps: Mapping[str, Float[np.ndarray, "layer head"]]
+    maps: Mapping[str, Real[np.ndarray, "layer head"]]
     num_layers: int
     num_heads: int
     depth: int = 0
