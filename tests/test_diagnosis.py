@@ -16,7 +16,6 @@ from headwise.cli.show import drawn, head_grid
 from headwise.diagnosis.dormancy import activation_dormancy, weight_dormancy
 from headwise.diagnosis.measures import MEASURES, positional_baseline
 from headwise.diagnosis.values import (
-    SinkRate,
     Thresholds,
     classify,
     diagnosis_from,
@@ -271,7 +270,8 @@ def test_the_sweep_counts_and_sees_a_valley_only_where_there_is_one():
 def test_the_sink_rate_counts_text_and_head_pairs(diagnosis, language_model, tokenizer):
     values, _ = slow(language_model, tokenizer)
     expected = (values["first_token_mass"] > 0.3).mean()
-    assert diagnosis.sink_rate == SinkRate(0.3, pytest.approx(expected))
+    assert diagnosis.sink_rate.epsilon == 0.3
+    assert diagnosis.sink_rate.value == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("skip", [0, 4])

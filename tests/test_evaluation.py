@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import SENTENCES, tiny_language_model, tiny_model
+from conftest import SENTENCES, tiny_language_model, tiny_model, tiny_tokenizer
 from headwise.diagnosis.dormancy import activation_dormancy, weight_dormancy
 from headwise.diagnosis.mean_outputs import measure_means
 from headwise.diagnosis.values import Diagnosis
@@ -119,7 +119,7 @@ def test_paired_differences_are_of_the_same_tokens(tokenizer):
     expected = (after.sums - before.sums).sum() / before.tokens.sum()
     assert found.value == pytest.approx(expected)
     assert found.low <= found.value <= found.high
-    assert paired_difference(before, before) == Interval(0, 0, 0)
+    assert paired_difference(before, before) == Interval(0.0, 0.0, 0.0)
 
 
 def brute_force(model, encoded, heads, means=None):
@@ -403,7 +403,7 @@ def test_the_seed_of_an_evaluation_is_the_bootstraps(tokenizer):
 
 
 def test_which_heads_are_ablated():
-    loaded = LoadedModel("tiny", tiny_model("bloom"), None)
+    loaded = LoadedModel("tiny", tiny_model("bloom"), tiny_tokenizer())
     info = [operate(loaded.model, plan_for(loaded.model, "L0H1")).info]
     operated = {"operated": [Head(0, 1)]}
     assert _wanted(loaded, None, None, info) == _Wanted(all_heads(2, 4), operated)

@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headwise.errors import ArtefactError
+from headwise.models import patient
 from headwise.models.patient import patient_dir, patient_texts
 
 DOMAINS = ("scripture", "union")
@@ -75,9 +76,10 @@ def test_each_split_holds_the_domains_it_should():
     assert patient_texts("second") == patient_texts("second", "union")
 
 
-def test_an_unknown_split_is_a_clear_error():
+def test_a_split_that_is_not_there_is_a_clear_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(patient, "patient_dir", lambda: tmp_path)
     with pytest.raises(ArtefactError, match="splits are train, second and heldout"):
-        patient_texts("validation")
+        patient_texts("heldout")
 
 
 def test_the_tokenizer_starts_every_text_with_its_bos(tokenizer):

@@ -9,6 +9,7 @@ import accelerate
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from conftest import SENTENCES, TINY, tiny_language_model, tiny_model, tiny_tokenizer
 from headwise.diagnosis.diagnose import diagnose
@@ -168,7 +169,7 @@ def test_a_hooked_model_completes_as_the_plain_one(plain, place, tmp_path):
     model = hooked(plain, place, tmp_path)
     small = Sampling(new_tokens=4)
 
-    class Bytes:
+    class Bytes(PreTrainedTokenizerBase):
         """Ids below 97 for any text; the tiny models of the table have no tokenizer."""
 
         eos_token_id = 2

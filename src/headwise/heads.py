@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Real
 
 from headwise.errors import SelectionError
 
@@ -90,7 +90,7 @@ def select_heads(
     num_heads: int,
     layers: Sequence[int] | None = None,
     sets: Mapping[str, Iterable[Head]] | None = None,
-    maps: Mapping[str, Float[np.ndarray, "layer head"]] | None = None,
+    maps: Mapping[str, Real[np.ndarray, "layer head"]] | None = None,
 ) -> list[Head]:
     """Evaluate a selection; `sets` gives meaning to words, `maps` to measures.
 
@@ -157,7 +157,7 @@ class _Selection:
     tokens: list[str]
     text: str
     words: dict[str, frozenset[Head]]
-    maps: Mapping[str, Float[np.ndarray, "layer head"]]
+    maps: Mapping[str, Real[np.ndarray, "layer head"]]
     layers: tuple[int, ...]
     num_heads: int
     depth: int = 0

@@ -18,10 +18,11 @@ app = typer.Typer(
 )
 
 
-def _version(asked: bool) -> None:
+def _version(asked: bool) -> bool:
     if asked:
         typer.echo(f"headwise {version('headwise')}")
         raise typer.Exit
+    return asked
 
 
 @app.callback()

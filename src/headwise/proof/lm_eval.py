@@ -50,5 +50,5 @@ def run_tasks(
     return {name: _numbers(result) for name, result in found["results"].items()}
 
 
-def _numbers(result: dict[str, Any]) -> dict[str, float]:
+def _numbers(result: dict[str, Any]) -> dict[str, int | float]:
     return {key: value for key, value in result.items() if isinstance(value, (int, float))}

@@ -199,7 +199,7 @@ def short(value: Any, digits: int = 5) -> Any:
     return None if value is None else _cut(value, digits)
 
 
-def _cut(value: float, digits: int = 5) -> float:
+def _cut(value: float, digits: int = 5) -> int | float:
     return float(f"{value:.{digits}g}") or 0  # 0 is shorter than 0.0, and half a pooled map
 
 

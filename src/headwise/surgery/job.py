@@ -32,7 +32,7 @@ from headwise.texts.corpus import Corpus
 PREFIX = "prefix"  # the cache's folder in a run
 
 
-Tracker = Callable[[Mapping[str, float], int], None]
+Tracker = Callable[[Mapping[str, int | float], int], None]
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Job:
         """Put the masters into the model."""
         write_masters(self.model, list(self.masters))
 
-    def tell(self, values: Mapping[str, float], step: int) -> None:
+    def tell(self, values: Mapping[str, int | float], step: int) -> None:
         """To the tracker, if there is one."""
         if self.track is not None:
             self.track(values, step)

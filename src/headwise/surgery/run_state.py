@@ -35,7 +35,7 @@ class TrainStep:
     tokens: int
     tokens_per_second: float
 
-    def to_json(self) -> dict[str, float]:
+    def to_json(self) -> dict[str, int | float]:
         """A row of the trace."""
         return dict(self.__dict__)
 
@@ -47,7 +47,7 @@ class Validation:
     step: int
     loss: float
 
-    def to_json(self) -> dict[str, float]:
+    def to_json(self) -> dict[str, int | float]:
         """A row of the trace."""
         return {"validated_at": self.step, "validation_loss": self.loss}
 
