@@ -86,7 +86,7 @@ def diagnose(
     screen.print(head_grid(diagnosis))
     screen.print(drawn(diagnosis_sheet(diagnosis)))
     wrote(written, quiet)
-    alarm(diagnosis.alarms)
+    alarm(diagnosis.alarms, quiet)
 
 
 @app.command()

@@ -86,7 +86,7 @@ def evaluate(
         )
     print_sheets(evaluation_sheets(found), quiet)
     wrote([found.save(out / "evaluation.json")], quiet)
-    alarm(found.alarms)
+    alarm(found.alarms, quiet)
 
 
 @app.command()
@@ -127,7 +127,7 @@ def complete(
         )
     print_sheets([completions_sheet(found)], quiet)
     wrote([found.save(out / "completions.json")], quiet)
-    alarm(found.alarms)
+    alarm(found.alarms, quiet)
 
 
 def _named_patches(paths: list[Path]) -> dict[str, list[Path]]:
@@ -166,7 +166,7 @@ def compare(
     )
     print_sheets(comparison_sheets(found), quiet)
     wrote([found.save(out / "comparison.json")], quiet)
-    alarm(found.alarms)
+    alarm(found.alarms, quiet)
 
 
 @app.command()

@@ -110,7 +110,7 @@ def _tell(done: RepairRun, plan: SurgeryPlan | None, quiet: bool) -> None:
         console(quiet).print(line)
     names = ("patch.safetensors", "trace.jsonl", "maps.jsonl", "run.json", "therapy.json")
     wrote([done.out / name for name in names if (done.out / name).exists()], quiet)
-    alarm(done.alarms)
+    alarm(done.alarms, quiet)
 
 
 def _plan(path: Path | None, treatment: str | None) -> SurgeryPlan | None:

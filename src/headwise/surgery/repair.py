@@ -35,7 +35,7 @@ from headwise.surgery.operation import require_planned_model, silence, unchanged
 from headwise.surgery.plan import SurgeryPlan
 from headwise.surgery.probes import first_token_map, mean_loss
 from headwise.surgery.recipe import Recipe, default_recipe, fit_positions
-from headwise.surgery.run_settings import PATCH, RUN, Outcome, RunSettings, is_finished
+from headwise.surgery.run_settings import PATCH, Outcome, RunSettings, is_finished
 from headwise.surgery.run_state import RunState
 from headwise.surgery.sink_directions import measure_directions
 from headwise.surgery.slice_training import make_masters, master_slices
