@@ -41,7 +41,9 @@ if TYPE_CHECKING:
     from headwise.surgery.repair import RepairRun
 
 
-@app.command()
+@app.command(
+    epilog="Example: headwise repair MODEL --plan plan.yaml --corpus my_texts/ --out out/run"
+)
 def repair(
     model: Model,
     plan: Annotated[Path | None, typer.Option(help="plan.yaml; auto finds sick heads.")] = None,

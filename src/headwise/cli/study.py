@@ -60,7 +60,7 @@ def demo(
     _write_report(folder, folder, quiet)
 
 
-@app.command()
+@app.command(epilog="Example: headwise report out/run --before out/before --after out/after")
 def report(
     source: Annotated[
         Path, typer.Argument(metavar="RUN_OR_STUDY", help="A run, a study, or a diagnosis.")
@@ -80,11 +80,7 @@ def report(
     out: Annotated[Path | None, typer.Option(help="Folder of the report.")] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Write report.html, figures and tables from artefacts alone; no model is loaded.
-
-    \b
-    Example: headwise report out/run --before out/before --after out/after
-    """
+    """Write report.html, figures and tables from artefacts alone; no model is loaded."""
     folder = source.parent if source.is_file() else source
     _write_report(source, out or folder / "report", quiet, before, after, paper)
 
