@@ -258,6 +258,7 @@ def _losses(loaded: LoadedModel, text_sets: Sequence[TextSet], how: _How) -> dic
         loaded,
         every,
         max_length=how.max_length,
+        whole=False,
         batch_size=how.batch_size,
         progress=how.progress,
     )
