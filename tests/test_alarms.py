@@ -52,10 +52,10 @@ def texts(tmp_path):
 
 
 def test_a_loss_above_guessing_is_alarmed_in_terminal_json_and_page(loud, texts, tmp_path):
-    words = ("--texts", texts, "--heads", "none", "--out", tmp_path / "e", "--quiet")
+    words = ("--texts", texts, "--heads", "none", "--out", tmp_path / "e")
     done = run("evaluate", loud, *words)
     assert done.exit_code == 0, done.output
-    assert "ALARM loss-above-uniform" in done.output  # --quiet does not hide it
+    assert "ALARM loss-above-uniform" in done.output
     body = json.loads((tmp_path / "e" / "evaluation.json").read_text())
     assert {alarm["kind"] for alarm in body["alarms"]} == {"loss-above-uniform"}
     page = write_report(tmp_path / "e", tmp_path / "r").read_text()

@@ -18,9 +18,10 @@ from headwise.intervals import DRAWS, Interval, draw_documents, mean_interval, m
 from headwise.models.architectures import architecture_of, geometry_of, layers_of, projection_of
 from headwise.models.loaded_model import LoadedModel
 from headwise.proof.ablation import ablate_heads, first_order_importance
-from headwise.proof.evaluate import _recovery, _Wanted, _wanted, evaluate, paper_prompts
+from headwise.proof.evaluate import _Wanted, _wanted, evaluate, paper_prompts
 from headwise.proof.evaluation import Evaluation, HeadCost, HeadCosts
 from headwise.proof.perplexity import make_windows, paired_difference, text_losses
+from headwise.proof.recovery import recovery_of
 from headwise.surgery.operation import operate
 from headwise.surgery.plan import operated_heads
 from headwise.texts.batches import batches
@@ -273,11 +274,12 @@ def diagnosed_as(label):
     return Diagnosis(made_model(1, 2), maps, classes=(("healthy", label),))
 
 
-def recovered(label, low, documents=8):
+def recovered(label, low, documents=8, stock="sink"):
     """The recovery of L0H1 with this class, whose zero ablation costs `low` or more."""
     costs = {} if low is None else {"L0H1": HeadCost(low + 1, low, low + 2, ("L0H1",))}
     operated = operated_heads([patched_with(layers=1, heads=2, targets="L0H1")])
-    return _recovery(diagnosed_as(label), HeadCosts(documents, costs, {}), operated)
+    now, before = diagnosed_as(label), diagnosed_as(stock)
+    return recovery_of(before, now, HeadCosts(documents, costs, {}), operated)
 
 
 @pytest.mark.parametrize(
@@ -309,7 +311,16 @@ def test_a_head_without_an_interval_is_not_judged(low, documents):
 
 
 def test_without_an_operation_there_is_no_recovery():
-    assert _recovery(diagnosed_as("healthy"), HeadCosts(8, {}, {}), []) is None
+    well = diagnosed_as("healthy")
+    assert recovery_of(well, well, HeadCosts(8, {}, {}), []) is None
+
+
+@pytest.mark.parametrize(("label", "outcome"), [("healthy", "unchanged"), ("dead", "harmed")])
+def test_a_head_that_was_never_sick_cannot_recover(label, outcome):
+    found = recovered(label, 0.5, stock="healthy")
+    assert (found.was_sick, found.judged, found.functional) == (0, 0, 0)
+    assert found.heads["L0H1"].outcome == outcome
+    assert found.harmed == int(outcome == "harmed")
 
 
 def test_activation_dormancy_equals_the_naive_count(model):

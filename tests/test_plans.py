@@ -18,9 +18,10 @@ from headwise.values import to_plain
 from planned import made_model, plan_for
 
 
-def diagnosed(mass, num_kv_heads=None, entropy=None):
+def diagnosed(mass, num_kv_heads=None, entropy=None, positions="alibi"):
     mass = np.array(mass, dtype=float)
-    model = made_model(*mass.shape, num_kv_heads=num_kv_heads or mass.shape[1])
+    kv_heads = num_kv_heads or mass.shape[1]
+    model = made_model(*mass.shape, num_kv_heads=kv_heads, positions=positions)
     maps = {"first_token_mass": mass} | ({} if entropy is None else {"entropy": np.array(entropy)})
     return diagnosis_from(model=model, maps=maps, thresholds=Thresholds())
 
@@ -56,6 +57,9 @@ def bloom():
         ("L1-2H1-3 & sick, L0H0", "L0H0,L1H2-3,L2H3"),
         ("healthy & H0", "L0H0,L2-3H0"),
         ("(sick, L0H1) - H3", "L0H1,L1H0,L1H2,L3H2"),
+        ("first_token_mass > 0.75 & layer >= 2", "L2-3H3"),
+        ("first_token_mass>=0.97, head < 1 & layer <= 0", "L0H0,L3H3"),
+        ("sick - first_token_mass < 8e-1", "L1H3,L2H3,L3H3"),
     ],
 )
 def test_a_selection_means_what_its_words_say(diagnosis, selection, targets):
@@ -263,3 +267,35 @@ def test_plans_name_heads_in_the_shortest_way(diagnosis):
     plan = make_plan(diagnosis, heads="L1-3H2-3")
     assert plan.targets == "L1-3H2-3" == format_heads(plan.target_heads)
     assert plan_for(tiny_model("bloom"), "L0H0").healthy == "L0H1-3,L1H0-3"
+
+
+@pytest.mark.parametrize("selection", ["band & sick", "band"])
+def test_a_band_is_refused_where_an_index_has_no_slope(selection):
+    with pytest.raises(SelectionError, match="rope positions"):
+        make_plan(diagnosed(MASS, positions="rope"), heads=selection)
+
+
+def test_without_alibi_the_first_pass_takes_what_is_sick_and_watches_nothing():
+    plan = make_plan(diagnosed(MASS, positions="rope"), preset="pass1")
+    assert (plan.targets, plan.watched) == ("L1H0,L1H2-3,L2H3,L3H2-3", "")
+
+
+def test_an_ablation_cost_selects_and_an_unmeasured_head_is_not_chosen(diagnosis):
+    costs = np.full((4, 4), np.nan)
+    costs[1] = [0.0, 0.5, 0.0005, 0.002]
+    plan = make_plan(diagnosis, heads="ablation_cost < 0.001", measures={"ablation_cost": costs})
+    assert plan.targets == "L1H0,L1H2"
+    with pytest.raises(SelectionError, match="no measure that is known here"):
+        make_plan(diagnosis, heads="ablation_cost < 0.001")
+
+
+def test_a_selection_has_limits(diagnosis):
+    with pytest.raises(SelectionError, match="parentheses within each other"):
+        make_plan(diagnosis, heads="(" * 60 + "sick" + ")" * 60)
+    with pytest.raises(SelectionError, match="more than 100,000 characters"):
+        make_plan(diagnosis, heads="sick," * 30_000 + "sick")
+
+
+def test_nobody_is_advised_to_operate_on_every_head():
+    with pytest.raises(SelectionError, match="leave a healthy model alone"):
+        make_plan(diagnosed(np.zeros((2, 4))), heads="sick")

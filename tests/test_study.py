@@ -14,7 +14,9 @@ import time
 import numpy as np
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from headwise.cli import app
 from headwise.cli.show import cost_tables
 from headwise.diagnosis.values import Thresholds, diagnosis_from
 from headwise.errors import ArtefactError, SettingsError
@@ -223,3 +225,13 @@ def test_arms_with_the_same_seeds_are_paired_seed_by_seed():
     assert found.value == pytest.approx(0.0)
     alone = _difference(left, right[:1], "t")
     assert alone.by_seed == pytest.approx([0.15, 1.25])
+
+
+def test_a_new_study_file_is_a_valid_study_and_replaces_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["study", "--init", "some/model"])
+    assert done.exit_code == 0, done.output
+    assert load_study("study.yaml").model == "some/model"
+    again = CliRunner().invoke(app, ["study", "--init", "some/model"])
+    assert again.exit_code == 1
+    assert "such a file already" in str(again.exception)

@@ -37,7 +37,7 @@ from headwise.cli.options import (
 )
 
 
-@app.command()
+@app.command(epilog="Example: headwise diagnose MODEL --out out/d")
 def diagnose(
     model: Model,
     out: Out = Path("out/diagnosis"),
@@ -86,10 +86,10 @@ def diagnose(
     screen.print(head_grid(diagnosis))
     screen.print(drawn(diagnosis_sheet(diagnosis)))
     wrote(written, quiet)
-    alarm(diagnosis.alarms)
+    alarm(diagnosis.alarms, quiet)
 
 
-@app.command()
+@app.command(epilog="Example: headwise survey out/a/diagnosis.json out/b/diagnosis.json")
 def survey(
     sources: Annotated[
         list[str], typer.Argument(metavar="MODEL|DIAGNOSIS.json...", help="Models or diagnoses.")
@@ -221,7 +221,7 @@ def plan(
     wrote([path], quiet)
 
 
-@app.command()
+@app.command(epilog="Example: headwise apply MODEL out/run/patch.safetensors --out repaired/")
 def apply(
     model: Model,
     patches: Annotated[list[Path], typer.Argument(metavar="PATCH...", help="patch.safetensors")],

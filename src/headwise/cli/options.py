@@ -224,11 +224,11 @@ def patch_first_tokens(paths: Sequence[Path] | None) -> list[tuple[bool | None, 
     return [(Patch.load(path).info.bos, f"the patch {path}") for path in paths or ()]
 
 
-def alarm(alarms: Sequence[Alarm]) -> None:
-    """Say what makes the numbers not worth believing; `--quiet` does not hide it."""
+def alarm(alarms: Sequence[Alarm], quiet: bool) -> None:
+    """Say what makes the numbers not worth believing, last and in red."""
     from rich.console import Console
 
-    screen = Console(stderr=True, highlight=False, soft_wrap=True)
+    screen = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
     for found in alarms:
         screen.print(str(found), style="bold red", markup=False)
 

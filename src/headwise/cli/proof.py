@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -32,6 +32,9 @@ from headwise.cli.options import (
     wrote,
 )
 
+if TYPE_CHECKING:
+    from headwise.proof.completed_texts import Completions
+
 AblatedHeads = Annotated[
     str | None, typer.Option(help="Heads to ablate one by one: a selection, `all` or `none`.")
 ]
@@ -40,7 +43,9 @@ AblatedHeads = Annotated[
 Tasks = Annotated[list[str] | None, typer.Option(help="lm-evaluation-harness tasks as well.")]
 
 
-@app.command()
+@app.command(
+    epilog="Example: headwise evaluate MODEL --patch out/run/patch.safetensors --out out/after"
+)
 def evaluate(
     model: Model,
     patch: Patches = None,
@@ -49,6 +54,9 @@ def evaluate(
     heads: AblatedHeads = None,
     max_length: MaxLength = 512,
     max_texts: Annotated[int, typer.Option(help="Texts used to judge heads.", min=2)] = 64,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Read no more tokens of each text set.", min=2)
+    ] = None,
     batch_size: BatchSize = 4,
     bos: Bos = None,
     tasks: Tasks = None,
@@ -78,6 +86,7 @@ def evaluate(
             heads=heads,
             max_length=max_length,
             max_texts=max_texts,
+            max_tokens=max_tokens,
             batch_size=batch_size,
             tasks=tasks or [],
             force=force,
@@ -86,10 +95,10 @@ def evaluate(
         )
     print_sheets(evaluation_sheets(found), quiet)
     wrote([found.save(out / "evaluation.json")], quiet)
-    alarm(found.alarms)
+    alarm(found.alarms, quiet)
 
 
-@app.command()
+@app.command(epilog="Example: headwise complete MODEL --patch out/run/patch.safetensors")
 def complete(
     model: Model,
     patch: Patches = None,
@@ -126,8 +135,21 @@ def complete(
             progress=progress,
         )
     print_sheets([completions_sheet(found)], quiet)
+    _show_some(found, quiet)
     wrote([found.save(out / "completions.json")], quiet)
-    alarm(found.alarms)
+    alarm(found.alarms, quiet)
+
+
+def _show_some(found: Completions, quiet: bool) -> None:
+    """The first two prompts through every condition, a line each."""
+    from headwise.cli.show import console
+
+    screen = console(quiet)
+    for number in range(min(2, len(found.conditions["stock"]))):
+        screen.print(f"> {found.conditions['stock'][number].prompt.text[:76]}", markup=False)
+        for name, rows in found.conditions.items():
+            text = " ".join(rows[number].text.split())
+            screen.print(f"  {name}: {text}"[:80], style="dim", markup=False)
 
 
 def _named_patches(paths: list[Path]) -> dict[str, list[Path]]:
@@ -138,7 +160,7 @@ def _named_patches(paths: list[Path]) -> dict[str, list[Path]]:
     return {name: [path] for name, path in zip(names, paths, strict=True)}
 
 
-@app.command()
+@app.command(epilog="Example: headwise compare out/before out/after --run out/run")
 def compare(
     before: Annotated[Path, typer.Argument(help="diagnosis.json, evaluation.json or a folder")],
     after: Annotated[Path, typer.Argument(help="The same after the operation.")],
@@ -166,10 +188,10 @@ def compare(
     )
     print_sheets(comparison_sheets(found), quiet)
     wrote([found.save(out / "comparison.json")], quiet)
-    alarm(found.alarms)
+    alarm(found.alarms, quiet)
 
 
-@app.command()
+@app.command(epilog="Example: headwise capture MODEL --texts my_texts/ --out out/qk")
 def capture(
     model: Model,
     texts: Texts = None,
@@ -229,7 +251,7 @@ def capture(
         console(quiet).print(f"note: {captured.note}")
 
 
-@app.command()
+@app.command(epilog="Example: headwise plasticity out/qk")
 def plasticity(
     folder: Annotated[
         Path | None, typer.Argument(metavar="[DIR]", help="Captured vectors; all is discovered.")

@@ -41,7 +41,9 @@ if TYPE_CHECKING:
     from headwise.surgery.repair import RepairRun
 
 
-@app.command()
+@app.command(
+    epilog="Example: headwise repair MODEL --plan plan.yaml --corpus my_texts/ --out out/run"
+)
 def repair(
     model: Model,
     plan: Annotated[Path | None, typer.Option(help="plan.yaml; auto finds sick heads.")] = None,
@@ -110,7 +112,7 @@ def _tell(done: RepairRun, plan: SurgeryPlan | None, quiet: bool) -> None:
         console(quiet).print(line)
     names = ("patch.safetensors", "trace.jsonl", "maps.jsonl", "run.json", "therapy.json")
     wrote([done.out / name for name in names if (done.out / name).exists()], quiet)
-    alarm(done.alarms)
+    alarm(done.alarms, quiet)
 
 
 def _plan(path: Path | None, treatment: str | None) -> SurgeryPlan | None:

@@ -13,7 +13,12 @@ from headwise.cli.options import Out, Quiet, wrote
 
 @app.command()
 def study(
-    file: Annotated[str, typer.Argument(metavar="STUDY.yaml", help="A study file or its name.")],
+    file: Annotated[
+        str | None, typer.Argument(metavar="STUDY.yaml", help="A study file or its name.")
+    ] = None,
+    init: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Write a study.yaml for a model instead.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the study.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would run.")] = False,
     report: Annotated[bool, typer.Option(help="Write the report too.")] = True,
@@ -27,10 +32,16 @@ def study(
     from headwise.cli.show import console, cost_tables
     from headwise.studies.estimate import estimate_study
     from headwise.studies.run import run_study
-    from headwise.studies.study import load_study
+    from headwise.studies.study import load_study, new_study
 
-    asked = load_study(file)
     screen = console(quiet)
+    if init is not None:
+        path = new_study(init, Path(file or "study.yaml"))
+        screen.print(f"wrote {path}; fill in its corpus, then: headwise study {path}")
+        return
+    if file is None:
+        raise typer.BadParameter("name a study file, or a model with --init")
+    asked = load_study(file)
     folder = out or Path("out") / asked.name
     for item in cost_tables(asked.name, [cost.row for cost in estimate_study(asked, folder)]):
         screen.print(item)
@@ -60,7 +71,7 @@ def demo(
     _write_report(folder, folder, quiet)
 
 
-@app.command()
+@app.command(epilog="Example: headwise report out/run --before out/before --after out/after")
 def report(
     source: Annotated[
         Path, typer.Argument(metavar="RUN_OR_STUDY", help="A run, a study, or a diagnosis.")
@@ -80,11 +91,7 @@ def report(
     out: Annotated[Path | None, typer.Option(help="Folder of the report.")] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Write report.html, figures and tables from artefacts alone; no model is loaded.
-
-    \b
-    Example: headwise report out/run --before out/before --after out/after
-    """
+    """Write report.html, figures and tables from artefacts alone; no model is loaded."""
     folder = source.parent if source.is_file() else source
     _write_report(source, out or folder / "report", quiet, before, after, paper)
 

@@ -1,7 +1,7 @@
 """The first token of every text: a BOS or not, decided once when a model is loaded.
 
-A model that was always trained behind a BOS may be useless without one (MiniMind2-Small: 13.7 nats
-per token without, 4.2 with), and nothing in its files need say so: `add_bos_token: false` is what
+A model that was always trained behind a BOS may be useless without one (MiniMind2-Small: 14.0 nats
+per token without, 4.5 with), and nothing in its files need say so: `add_bos_token: false` is what
 tokenizers carry by habit. So a `true` settles it, and where nothing does the loss on a little
 bundled text with and without a BOS decides.
 """

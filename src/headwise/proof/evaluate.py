@@ -67,6 +67,7 @@ def evaluate(
     joint: Mapping[str, Sequence[Head]] | None = None,
     max_length: int = DEFAULT_MAX_LENGTH,
     max_texts: int = 64,
+    max_tokens: int | None = None,
     batch_size: int = 4,
     tasks: Sequence[str] = (),
     force: bool = False,
@@ -79,7 +80,8 @@ def evaluate(
 
     Heads are judged on the first text set: `heads` (a selection or a list; default: the operated
     ones, and all in models of at most 100) one by one, and `joint` sets together. With patches the
-    stock model is diagnosed too, unless its diagnosis on the same texts is given as `stock`.
+    stock model is diagnosed too, unless its diagnosis on the same texts is given as `stock`. Of
+    each set the first texts are read that together have at most `max_tokens`.
     """
     read = [Patch.load(p) if isinstance(p, Path) else p for p in patches]
     told = [
@@ -93,6 +95,8 @@ def evaluate(
     sets = [default_texts(loaded.id)] if text_sets is None else list(text_sets)
     if not sets:
         raise TextError("no text to evaluate on", fix="pass --texts")
+    if max_tokens is not None:
+        sets = [_capped(loaded, texts, max_length, max_tokens) for texts in sets]
     how = _How(loaded.length(max_length), max_texts, batch_size, seed, progress)
     if read and stock is None:
         stock = _diagnose(loaded, sets, how)
@@ -105,6 +109,13 @@ def evaluate(
             scores = run_tasks(loaded.model, loaded.tokenizer, tasks, batch_size=batch_size)
             found = replace(found, tasks=scores)
     return found
+
+
+def _capped(loaded: LoadedModel, texts: TextSet, max_length: int, most: int) -> TextSet:
+    """The first texts of a set with at most so many tokens together, one at least."""
+    lengths = [len(ids) for ids in encode_for(loaded, texts.texts, max_length=max_length)]
+    count = int((np.cumsum(lengths) <= most).sum())
+    return TextSet(texts.name, texts.texts[: max(1, count)])
 
 
 @dataclass(frozen=True)
@@ -247,6 +258,7 @@ def _losses(loaded: LoadedModel, text_sets: Sequence[TextSet], how: _How) -> dic
         loaded,
         every,
         max_length=how.max_length,
+        whole=False,
         batch_size=how.batch_size,
         progress=how.progress,
     )

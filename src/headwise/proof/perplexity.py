@@ -1,6 +1,6 @@
 """Perplexity on named text sets: predicted tokens counted, batched, with intervals.
 
-A text is cut at `max_length`. A `whole` text that is longer is scored with a stride: every token is
+A text longer than `max_length` is cut there, or scored `whole` with a stride: every token is
 predicted once, with at least `max_length - stride` tokens of context where the text has them.
 """
 
@@ -85,13 +85,13 @@ def text_losses(
     texts: TextSet,
     *,
     max_length: int = DEFAULT_MAX_LENGTH,
-    whole: bool = False,
+    whole: bool = True,
     stride: int | None = None,
     batch_size: int = 4,
     bos: bool | None = None,
     progress: Progress = silent,
 ) -> TextLosses:
-    """Losses of every document of a text set, cut at `max_length`, or `whole` in windows."""
+    """Losses of every document of a text set, `whole` in windows, or cut at `max_length`."""
     model, loaded = loaded.model, loaded.starting_with(bos)
     max_length = loaded.length(max_length)
     encoded = encode_for(loaded, texts.texts, max_length=None if whole else max_length)

@@ -41,7 +41,8 @@ def write_report(
     beside = (found.model is None or found.model.model_type == "bloom") if paper is None else paper
     tables = paper_tables(found) if beside else own_tables(found)
     save_tables(tables, out / "tables")
-    figures = _write_figures(found, out / "figures", beside)
+    draw = _write_figures if beside else _write_own_figures
+    figures = draw(found, out / "figures")
     page = render_page(found, judge(found), tables, figures, paper=beside)
     return write_text(out / "report.html", page)
 
@@ -78,18 +79,25 @@ def published_figures(out: Path) -> list[Path]:
     return draw(out)
 
 
-def _write_figures(source: Source, folder: Path, paper: bool) -> list[Plate]:
+def _write_figures(source: Source, folder: Path) -> list[Plate]:
     """Draw and save every figure; one that has no data is an entry with words instead."""
     # matplotlib is slow to load: not before it is needed
-    from headwise.report.figures import MORE_FIGURES
     from headwise.report.paper.figures import PAPER_FIGURES
 
     entries = []
-    for number, (slug, title, draw) in PAPER_FIGURES.items() if paper else ():
+    for number, (slug, title, draw) in PAPER_FIGURES.items():
         key = f"figure{number}_{slug}"
         path = _save(key, draw(source), folder)
         notes = FIGURE_NOTES[number]
         entries.append(plate(key, f"Figure {number}", title, path, notes=notes, missing=""))
+    return entries + _write_own_figures(source, folder)
+
+
+def _write_own_figures(source: Source, folder: Path) -> list[Plate]:
+    """The figures that have nothing of the paper's."""
+    from headwise.report.figures import MORE_FIGURES
+
+    entries = []
     for slug, (title, draw) in MORE_FIGURES.items():
         path = _save(slug, draw(source), folder)
         missing = "" if path else f"{title}: this folder has no data for it."

