@@ -9,6 +9,7 @@ import typer
 
 from headwise.cli.app import app
 from headwise.cli.options import (
+    Adaptive,
     AllowPickle,
     BatchSize,
     Bos,
@@ -49,6 +50,7 @@ def evaluate(
     heads: AblatedHeads = None,
     max_length: MaxLength = 512,
     max_texts: Annotated[int, typer.Option(help="Texts used to judge heads.", min=2)] = 64,
+    adaptive: Adaptive = True,
     batch_size: BatchSize = 4,
     bos: Bos = None,
     tasks: Tasks = None,
@@ -80,6 +82,7 @@ def evaluate(
             max_texts=max_texts,
             batch_size=batch_size,
             tasks=tasks or [],
+            adaptive=adaptive,
             force=force,
             seed=seed,
             progress=progress,
