@@ -187,7 +187,7 @@ def test_half_precision_does_not_subtract_near_equal_numbers(monkeypatch):
     def subtracted(*_):
         raise AssertionError("a difference was taken in bfloat16")
 
-    monkeypatch.setattr(headwise.proof.ablation, "_corrected", subtracted)
+    monkeypatch.setattr(headwise.proof.ablation, "corrected_attention", subtracted)
     model = tiny_model("gemma2").to(torch.bfloat16)
     try:
         assert np.isfinite(ablate_heads(model, ENCODED[:2], SETS[:2]).deltas).all()

@@ -36,3 +36,13 @@ class Provenance:
     versions: Mapping[str, str] | None = field(default=None, metadata=OMITTED)
     source: str | None = field(default=None, metadata=OMITTED)
     resolution: Finite | None = field(default=None, metadata=OMITTED)
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """How documents were taken in stages, and how much of all the work it took."""
+
+    method: str
+    looks: tuple[int, ...]  # documents at each look
+    error_shares: tuple[Finite, ...]  # of the error of 5%, what each look spends
+    share_of_all_work: Finite

@@ -32,6 +32,12 @@ def _ablation(model: str | None, repeats: int, out: Path, progress: Progress) ->
     return bench_ablation(repeats=repeats)
 
 
+def _triage(model: str | None, repeats: int, out: Path, progress: Progress) -> Rows:
+    from headwise.bench.triage import bench_triage
+
+    return bench_triage(model=model, repeats=repeats)
+
+
 def _plasticity(model: str | None, repeats: int, out: Path, progress: Progress) -> Rows:
     from headwise.bench.plasticity import bench_plasticity
 
@@ -42,6 +48,7 @@ BENCHMARKS: dict[str, Callable[[str | None, int, Path, Progress], Rows]] = {
     "diagnose": _diagnose,
     "repair": _repair,
     "ablation": _ablation,
+    "triage": _triage,
     "plasticity": _plasticity,
 }
 

@@ -171,7 +171,7 @@ def check(
 @app.command()
 def plan(
     diagnosis: Annotated[
-        Path, typer.Argument(help="diagnosis.json, evaluation.json, or a folder with one.")
+        Path, typer.Argument(help="diagnosis.json, triage.json, evaluation.json or a folder.")
     ],
     heads: Annotated[str | None, typer.Option(help="e.g. 'L5-22H9-15 & sick'")] = None,
     preset: Annotated[str | None, typer.Option(help="pass1, pass2 or column")] = None,
@@ -191,6 +191,7 @@ def plan(
     A selection joins parts with & (and), - (without), comma (or) and parentheses:
       L5-22H9-15          layers 5 to 22, heads 9 to 15, both from 0
       sick dead sink low_entropy healthy all band       (band: ALiBi models only)
+      asleep parked working empty constant undecided    with a triage.json
       first_token_mass > 0.9 & entropy < 1              any measure of the diagnosis
       ablation_cost < 0.001                             with an evaluation.json
       layer >= 4, head < 2
@@ -205,7 +206,7 @@ def plan(
     found = read_snapshot(diagnosis)
     costs = {} if found.evaluation is None else {"ablation_cost": found.evaluation.cost_map()}
     made = make_plan(
-        found.diagnosis,
+        found.triage or found.diagnosis,
         measures=costs,
         heads=heads,
         preset=choice(preset, "pass1", "pass2", "column"),

@@ -131,6 +131,12 @@ LearningRate = Annotated[float | None, typer.Option(help="Peak learning rate.")]
 Tracker = Annotated[str | None, typer.Option(help="tensorboard, trackio, wandb ...")]
 
 
+Adaptive = Annotated[
+    bool,
+    typer.Option("--adaptive/--fixed", help="Judge heads on as many texts as decide, or on all."),
+]
+
+
 def given_texts(sources: list[str] | None, lines: bool) -> TextSet | None:
     """The texts that were named, if any."""
     from headwise.texts.text_sets import read_texts

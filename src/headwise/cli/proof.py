@@ -9,6 +9,7 @@ import typer
 
 from headwise.cli.app import app
 from headwise.cli.options import (
+    Adaptive,
     AllowPickle,
     BatchSize,
     Bos,
@@ -57,6 +58,7 @@ def evaluate(
     max_tokens: Annotated[
         int | None, typer.Option(help="Read no more tokens of each text set.", min=2)
     ] = None,
+    adaptive: Adaptive = True,
     batch_size: BatchSize = 4,
     bos: Bos = None,
     tasks: Tasks = None,
@@ -89,6 +91,7 @@ def evaluate(
             max_tokens=max_tokens,
             batch_size=batch_size,
             tasks=tasks or [],
+            adaptive=adaptive,
             force=force,
             seed=seed,
             progress=progress,

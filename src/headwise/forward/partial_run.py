@@ -7,8 +7,9 @@ Used to skip frozen layers in training and to price ablations without re-running
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxtyping import Float, Int
@@ -78,6 +79,41 @@ def layer_inputs(
         for handle in handles:
             handle.remove()
     return inputs, attended, last
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What one layer's attention module was called with."""
+
+    module: nn.Module = field(repr=False)
+    args: tuple[Any, ...] = field(repr=False)
+    kwargs: Mapping[str, Any] = field(repr=False)
+
+    def again(self) -> None:
+        """Call the module once more; an open tap sees it."""
+        self.module(*self.args, **self.kwargs)
+
+
+@contextmanager
+def attention_calls(model: PreTrainedModel) -> Iterator[dict[int, AttentionCall]]:
+    """The calls of all attention modules in the forward pass inside, by layer."""
+    calls: dict[int, AttentionCall] = {}
+
+    def keep(layer: int) -> Callable[..., None]:
+        def keep_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            calls[layer] = AttentionCall(module, args, kwargs)
+
+        return keep_call
+
+    handles = [
+        attention_of(model, layer).register_forward_pre_hook(keep(layer), with_kwargs=True)
+        for layer in attention_layers(model)
+    ]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def replaced_attention(

@@ -9,10 +9,10 @@ the exact numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -22,25 +22,26 @@ from transformers import PreTrainedModel
 
 from headwise.diagnosis.mean_outputs import head_mean
 from headwise.forward.frozen import frozen
-from headwise.forward.gelu import fused_gelu
-from headwise.forward.losses import shifted_targets, summed_loss, token_losses
-from headwise.forward.partial_run import layer_inputs, replaced_attention, run_from
+from headwise.forward.losses import shifted_targets, summed_loss
 from headwise.forward.tap import Reader, Sight, tapped
 from headwise.heads import Head
 from headwise.intervals import Interval, mean_intervals
 from headwise.models.architectures import attention_layers, backbone_of, device_of, geometry_of
-from headwise.models.slices import head_spans
 from headwise.progress import Progress, silent, track
 from headwise.proof.evaluation import HeadCost
+from headwise.proof.replaced_outputs import (
+    BasePass,
+    Losses,
+    Replaced,
+    base_pass,
+    correctable,
+    corrected_attention,
+    losses_from,
+    stack_size,
+)
 from headwise.texts.batches import Batch, batches
 
-_TOKENS = 2048  # a batch of ablations: enough for the GEMMs, little enough for the caches
-
-
 Replacement = Literal["zero", "mean"]
-
-
-Losses = Float[np.ndarray, "document"]
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def ablate_heads(
     """Exact change of loss for each set of heads; `means` is needed for mean ablation.
 
     `stack` ablations of `batch_size` texts run as one batch; by default one text (nothing is
-    padding then) and as many ablations as fill `_TOKENS` tokens.
+    padding then) and as many ablations as fill `replaced_outputs.TOKENS` tokens.
     """
     chosen = tuple(tuple(sorted(s)) for s in sets)
     base = np.zeros(len(encoded))
@@ -91,10 +92,10 @@ def ablate_heads(
     for batch in track(work, "ablating heads", progress):
         rows = list(batch.index)
         with torch.inference_mode():
-            passed = _base_pass(model, batch)
+            passed = base_pass(model, batch)
             base[rows] = passed.losses
-            for group in _groups(chosen, stack or max(1, _TOKENS // batch.ids.numel())):
-                found = _ablated_losses(model, batch, passed, [chosen[i] for i in group], value)
+            for group in _groups(chosen, stack or stack_size(passed)):
+                found = _ablated_losses(model, passed, [chosen[i] for i in group], value)
                 deltas[np.ix_(group, rows)] = found - passed.losses
     return Ablation(chosen, replacement, base, deltas, tokens)
 
@@ -116,100 +117,32 @@ def _one_lowest(heads: tuple[Head, ...]) -> bool:
     return len(heads) == 1 or heads[1].layer > heads[0].layer
 
 
-@dataclass(frozen=True)
-class _Pass:
-    """The undisturbed model on one batch: what each layer got, and what its attention gave."""
-
-    inputs: list[Tensor]
-    attended: dict[int, Any]  # outputs of the attention modules as they return them, by layer
-    heads: dict[int, Tensor]  # the heads' outputs before the output projection
-    losses: Losses
-
-
-def _base_pass(model: PreTrainedModel, batch: Batch) -> _Pass:
-    ids = batch.ids.to(device_of(model))
-    heads: dict[int, Tensor] = {}
-
-    def keep(sight: Sight) -> None:
-        heads[sight.layer] = sight.out
-
-    with fused_gelu(model), tapped(model, keep):
-        inputs, attended, last = layer_inputs(model, ids)
-    return _Pass(inputs, attended, heads, _document_losses(model, last, ids, batch))
-
-
-def _document_losses(model: PreTrainedModel, last: Tensor, ids: Tensor, batch: Batch) -> Losses:
-    targets = shifted_targets(ids, batch.lengths)
-    losses: Losses = token_losses(model, last, targets).double().sum(1).cpu().numpy()
-    return losses
-
-
 def _ablated_losses(
     model: PreTrainedModel,
-    batch: Batch,
-    passed: _Pass,
+    passed: BasePass,
     sets: list[tuple[Head, ...]],
     value: Callable[[Head], Tensor | None],
 ) -> Float[np.ndarray, "set document"]:
-    """Several ablations with one lowest layer at once, stacked along the batch."""
-    copies, texts, lowest = len(sets), len(batch.lengths), sets[0][0].layer
-    ids = batch.ids.to(device_of(model)).repeat(copies, 1)
-    stacked = Batch(ids, batch.lengths.repeat(copies), batch.index * copies)
-    inputs = passed.inputs[lowest]
-    start = torch.cat([inputs] * copies, -3)  # gemma3n keeps several streams before the batch
-    with fused_gelu(model), _without(model, passed, sets, value):
-        last = run_from(model, ids, lowest, start)
-    return _document_losses(model, last, ids, stacked).reshape(copies, texts)
-
-
-@contextmanager
-def _without(
-    model: PreTrainedModel,
-    passed: _Pass,
-    sets: list[tuple[Head, ...]],
-    value: Callable[[Head], Tensor | None],
-) -> Iterator[None]:
-    """The model without set i's heads in the i-th copy of the texts.
+    """Several ablations with one lowest layer at once, stacked along the batch.
 
     With one head in the lowest layer the attention there is not run again: it is the same in all
-    copies but for that head's share (not in half precision, where the difference is too rough).
+    copies but for that head's share.
     """
-    lowest = sets[0][0].layer
-    one = _one_lowest(sets[0]) and torch.finfo(model.dtype).bits >= 32
-    texts = passed.inputs[lowest].shape[-3]
+    lowest, texts = sets[0][0].layer, len(passed.batch.lengths)
+    one = _one_lowest(sets[0]) and correctable(model)
     with ExitStack() as stack:
         if not one or lowest < attention_layers(model)[-1]:  # else the tap would see nothing
             stack.enter_context(tapped(model, _ablating(sets, texts, value)))
         if one:
-            attended = _corrected(model, passed, sets, value)
-            stack.enter_context(replaced_attention(model, lowest, attended))
-        yield
+            replaced = [Replaced(head, _gives(passed, head, value(head))) for head, *_ in sets]
+            stack.enter_context(corrected_attention(model, passed, replaced))
+        return losses_from(model, passed, lowest, len(sets))
 
 
-def _corrected(
-    model: PreTrainedModel,
-    passed: _Pass,
-    sets: list[tuple[Head, ...]],
-    value: Callable[[Head], Tensor | None],
-) -> Any:
-    """What the lowest layer's attention gives without each set's head there."""
-    lowest = sets[0][0].layer
-    whole = passed.attended[lowest]
-    out: Tensor = whole[0] if isinstance(whole, tuple) else whole
-    outs = passed.heads[lowest]
-    changes = [_change(model, outs[:, head.index], head, value(head)) for head, *_ in sets]
-    stacked = torch.cat([out + change for change in changes])
-    return (stacked, *whole[1:]) if isinstance(whole, tuple) else stacked
-
-
-def _change(
-    model: PreTrainedModel, out: Tensor, head: Head, replaced: Tensor | None
-) -> Float[Tensor, "text query hidden"]:
-    """What replacing one head's output changes behind the output projection."""
-    (span,) = head_spans(model, head, "o").values()
-    weight = span.of(model)
-    change = -out if replaced is None else replaced.to(out) - out
-    return change @ (weight if span.axis == 0 else weight.T)
+def _gives(passed: BasePass, head: Head, replaced: Tensor | None) -> Tensor:
+    """What an ablated head gives for every token."""
+    own = passed.heads[head.layer][:, head.index]
+    return torch.zeros_like(own) if replaced is None else replaced.to(own).expand_as(own)
 
 
 def _ablating(

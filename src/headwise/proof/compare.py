@@ -15,6 +15,7 @@ import numpy as np
 
 from headwise.alarms import Alarm, cure_alarms, joined
 from headwise.artefacts import read_json, versions
+from headwise.diagnosis.triage_values import Triage
 from headwise.diagnosis.values import Diagnosis
 from headwise.errors import ArtefactError
 from headwise.intervals import Interval, mean_interval
@@ -47,17 +48,19 @@ class Snapshot:
     diagnosis: Diagnosis
     evaluation: Evaluation | None = None
     plasticity: PlasticitySummary | None = field(default=None, repr=False)
+    triage: Triage | None = field(default=None, repr=False)
 
 
 def read_snapshot(path: Path) -> Snapshot:
-    """A diagnosis.json, an evaluation.json, or a folder that holds one of them.
+    """A diagnosis.json, a triage.json, an evaluation.json, or a folder that holds one of them.
 
     A plasticity.json in the folder, or in its subfolder `plasticity`, comes along.
     """
     plasticity = None
     if path.is_dir():
         plasticity = find_plasticity(path)
-        found = [path / n for n in ("evaluation.json", "diagnosis.json") if (path / n).exists()]
+        names = ("evaluation.json", "triage.json", "diagnosis.json")
+        found = [path / name for name in names if (path / name).exists()]
         if not found:
             raise ArtefactError("no evaluation.json or diagnosis.json here", where=path)
         path = found[0]
@@ -65,6 +68,9 @@ def read_snapshot(path: Path) -> Snapshot:
     if schema == "headwise.evaluation/1":
         evaluation = Evaluation.load(path)
         return Snapshot(evaluation.diagnosis, evaluation, plasticity)
+    if schema == "headwise.triage/1":
+        triage = Triage.load(path)
+        return Snapshot(triage.diagnosis, None, plasticity, triage)
     return Snapshot(Diagnosis.load(path), None, plasticity)
 
 

@@ -36,11 +36,14 @@ from headwise.proof.evaluation import (
     EvaluationProvenance,
     EvaluationSettings,
     FirstOrder,
+    HeadCost,
     HeadCosts,
     MlpDormancy,
 )
 from headwise.proof.perplexity import TextLosses, text_losses
 from headwise.proof.recovery import recovery_of
+from headwise.proof.usefulness import judge_heads
+from headwise.staged import discoveries, student_p
 from headwise.surgery.plan import operated_heads
 from headwise.texts.batches import DEFAULT_MAX_LENGTH, batches, encode_for
 from headwise.texts.text_sets import TextSet, default_texts, document_hash, read_texts
@@ -70,6 +73,7 @@ def evaluate(
     max_tokens: int | None = None,
     batch_size: int = 4,
     tasks: Sequence[str] = (),
+    adaptive: bool = False,
     force: bool = False,
     bos: bool | None = None,
     stock: Diagnosis | None = None,
@@ -81,7 +85,8 @@ def evaluate(
     Heads are judged on the first text set: `heads` (a selection or a list; default: the operated
     ones, and all in models of at most 100) one by one, and `joint` sets together. With patches the
     stock model is diagnosed too, unless its diagnosis on the same texts is given as `stock`. Of
-    each set the first texts are read that together have at most `max_tokens`.
+    each set the first texts are read that together have at most `max_tokens`. `adaptive` takes
+    documents in stages until each head is decided, else every head sees them all.
     """
     read = [Patch.load(p) if isinstance(p, Path) else p for p in patches]
     told = [
@@ -97,7 +102,7 @@ def evaluate(
         raise TextError("no text to evaluate on", fix="pass --texts")
     if max_tokens is not None:
         sets = [_capped(loaded, texts, max_length, max_tokens) for texts in sets]
-    how = _How(loaded.length(max_length), max_texts, batch_size, seed, progress)
+    how = _How(loaded.length(max_length), max_texts, batch_size, adaptive, seed, progress)
     if read and stock is None:
         stock = _diagnose(loaded, sets, how)
     before = _Before(base, tuple(told), stock, joined(loaded.alarms, _leaks(read, sets)))
@@ -125,6 +130,7 @@ class _How:
     max_length: int
     max_texts: int
     batch_size: int
+    adaptive: bool
     seed: int
     progress: Progress
 
@@ -198,7 +204,8 @@ def _evaluate_as_it_is(
     guard(loaded, max(map(len, encoded)))
     losses = _losses(loaded, text_sets, how)
     diagnosis = _diagnose(loaded, text_sets, how)
-    heads = _head_costs(loaded.model, encoded, wanted, how)
+    costs = _staged_costs if how.adaptive else _fixed_costs
+    heads = costs(loaded.model, encoded, wanted, how)
     targets, stock = operated_heads(before.patches), before.stock
     return Evaluation(
         model=before.base,
@@ -280,10 +287,10 @@ def _unigram(loaded: LoadedModel, texts: TextSet, how: _How) -> float:
     return unigram_loss(encoded, loaded.num_embeddings)
 
 
-def _head_costs(
+def _fixed_costs(
     model: PreTrainedModel, encoded: list[list[int]], wanted: _Wanted, how: _How
 ) -> HeadCosts:
-    """Single, joint and first-order ablation costs in nats per token."""
+    """Single, joint and first-order ablation costs on every document, in nats per token."""
     sets = [[head] for head in wanted.singles] + list(wanted.joint.values())
     labels = [str(head) for head in wanted.singles] + [f"{JOINT}{key}" for key in wanted.joint]
     means = measure_means(model, batches(encoded, how.batch_size))
@@ -291,23 +298,60 @@ def _head_costs(
     mean = ablate_heads(
         model, encoded, sets, replacement="mean", means=means, progress=how.progress
     )
+    costs = _with_use(zero, zero.costs(labels, how.seed), wanted.singles)
     return HeadCosts(
         len(encoded),
-        zero.costs(labels, how.seed),
+        costs,
         mean.costs(labels, how.seed),
-        _first_order(model, encoded, zero, wanted.singles),
+        _first_order(model, encoded, costs, wanted.singles),
+    )
+
+
+def _with_use(
+    zero: Ablation, costs: dict[str, HeadCost], singles: list[Head]
+) -> dict[str, HeadCost]:
+    """A head is useful if its interval says so and the false discovery rate allows it."""
+    if zero.deltas.shape[1] < 2:  # one document has no interval
+        return costs
+    p_values = [student_p(row, zero.tokens) for row in zero.deltas[: len(singles)]]
+    found = zip(singles, discoveries(np.array(p_values)), strict=True)
+    names = {str(head): bool(yes) and costs[str(head)].low > 0 for head, yes in found}
+    return {
+        label: replace(cost, useful=names[label]) if label in names else cost
+        for label, cost in costs.items()
+    }
+
+
+def _staged_costs(
+    model: PreTrainedModel, encoded: list[list[int]], wanted: _Wanted, how: _How
+) -> HeadCosts:
+    """The same, with each single head measured on as many documents as decide it."""
+    means = measure_means(model, batches(encoded))
+    judged = judge_heads(
+        model, encoded, wanted.singles, means, seed=how.seed, progress=how.progress
+    )
+    sets, labels = list(wanted.joint.values()), [f"{JOINT}{key}" for key in wanted.joint]
+    zero = ablate_heads(model, encoded, sets, progress=how.progress)
+    mean = ablate_heads(model, encoded, sets, replacement="mean", means=means)
+    costs = judged.zero()
+    return HeadCosts(
+        len(encoded),
+        costs | zero.costs(labels, how.seed),
+        dict(judged.mean) | mean.costs(labels, how.seed),
+        _first_order(model, encoded, costs, wanted.singles),
+        judged.decisions(),
     )
 
 
 def _first_order(
     model: PreTrainedModel,
     encoded: list[list[int]],
-    exact: Ablation,
+    exact: Mapping[str, HeadCost],
     singles: Sequence[Head],
 ) -> FirstOrder:
     # one text at a time: the backward pass keeps every activation
     estimate = first_order_importance(model, encoded, batch_size=1)
-    costs = exact.deltas[: len(singles)].sum(1) / exact.tokens.sum()
+    costs = np.array([exact[str(head)].value for head in singles])
     rows = attention_layers(model)
     guesses = np.array([estimate[rows.index(head.layer), head.index] for head in singles])
     if len(singles) < 3 or costs.std() == 0 or guesses.std() == 0:

@@ -19,7 +19,7 @@ from headwise.heads import JOINT, Head
 from headwise.intervals import Interval
 from headwise.models.model_info import ModelInfo
 from headwise.models.patch_info import PatchInfo
-from headwise.provenance import TextInfo
+from headwise.provenance import Decisions, TextInfo
 from headwise.sheets import sheets_html
 from headwise.values import OMITTED, Empty, Finite, HeadArray, from_plain, plain_fields
 
@@ -53,11 +53,18 @@ class HeadCost:
     low: Finite
     high: Finite
     heads: tuple[str, ...]
+    useful: bool | None = field(default=None, metadata=OMITTED)  # at the false discovery rate
+    documents: int | None = field(default=None, metadata=OMITTED)  # where not all were needed
 
     @property
     def interval(self) -> Interval:
         """The cost without the names."""
         return Interval(self.value, self.low, self.high)
+
+    @property
+    def is_useful(self) -> bool:
+        """Whether losing the heads costs loss; an older file knows the interval alone."""
+        return self.low > 0 if self.useful is None else self.useful
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,7 @@ class HeadCosts:
     ablation_zero: Mapping[str, HeadCost] = field(repr=False)
     ablation_mean: Mapping[str, HeadCost] = field(repr=False)
     first_order: FirstOrder | None = field(default=None, repr=False, metadata=OMITTED)
+    decisions: Decisions | None = field(default=None, metadata=OMITTED)
 
 
 Outcome = Literal["recovered", "no use shown", "not judged", "still sick", "unchanged", "harmed"]
@@ -172,7 +180,7 @@ class Evaluation:
                     "head": name,
                     **{f"zero_{k}": getattr(cost, k) for k in ("value", "low", "high")},
                     **{
-                        f"mean_{k}": getattr(costs.ablation_mean[name], k)
+                        f"mean_{k}": getattr(costs.ablation_mean.get(name), k, None)
                         for k in ("value", "low", "high")
                     },
                 }

@@ -242,7 +242,9 @@ def _by_function(source: Source, main: Condition) -> Finding | None:
         text += f" Beside it: {'; '.join(others)}."
     useful = _useful_in_stock(source, main)
     if useful is not None:
-        text += f" In stock, {useful} of these heads cost loss when ablated."
+        text += (
+            f" In stock, {useful} of these heads cost loss when ablated (false discovery rate 5%)."
+        )
     tone: Tone = "good" if 2 * sum(ours.passed) > sum(ours.operated) else "bad"
     return Finding("By function", text, tone)
 
@@ -251,8 +253,9 @@ def _useful_in_stock(source: Source, main: Condition) -> int | None:
     if source.stock is None or source.stock.evaluation is None or main.evaluation is None:
         return None
     recovery = main.evaluation.recovery
-    costs = [source.stock.ablation(head) for head in (recovery.heads if recovery else ())]
-    return sum(cost.low > 0 for cost in costs if cost is not None)
+    costs = source.stock.evaluation.heads.ablation_zero
+    heads = recovery.heads if recovery else ()
+    return sum(costs[head].is_useful for head in heads if head in costs)
 
 
 def _loss(source: Source, main: Condition) -> Finding | None:

@@ -18,6 +18,7 @@ from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, model_serializer
 
 from headwise.artefacts import write_text
+from headwise.diagnosis.triage_values import Triage
 from headwise.diagnosis.values import Diagnosis
 from headwise.errors import ArtefactError, SelectionError
 from headwise.frames import frame
@@ -189,7 +190,7 @@ def operated_groups(targets: Iterable[Head], group: int, policy: KvPolicy) -> li
 
 
 def make_plan(
-    diagnosis: Diagnosis,
+    source: Diagnosis | Triage,
     *,
     heads: str | None = None,
     preset: Preset | None = None,
@@ -200,16 +201,17 @@ def make_plan(
     seed: int = 42,
     measures: Mapping[str, Float[np.ndarray, "layer head"]] | None = None,
 ) -> SurgeryPlan:
-    """A plan from a diagnosis: either a selection or a preset.
+    """A plan from a diagnosis, or a triage with its classes: either a selection or a preset.
 
     `measures` are maps that the selection may name besides those of the diagnosis.
     """
+    diagnosis = source.diagnosis if isinstance(source, Triage) else source
     if heads and preset and preset != "pass2":
         raise SelectionError("both heads and a preset are given", fix="choose one of them")
     selection = heads or preset_selection(diagnosis, preset, column)
     model = diagnosis.model
     planned = PlannedModel(**{key: getattr(model, key) for key in PlannedModel.model_fields})
-    shape, sets = planned.shape, diagnosis.head_sets()
+    shape, sets = planned.shape, source.head_sets()
     if model.positions != "alibi":
         _refuse_band(selection, model)
     maps = {**diagnosis.maps, **(measures or {})}

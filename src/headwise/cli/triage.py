@@ -1,0 +1,112 @@
+"""The verb triage: why a sick head is sick, measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headwise.cli.app import app
+from headwise.cli.options import (
+    AllowPickle,
+    Bos,
+    DeviceMap,
+    Dtype,
+    Lines,
+    MaxLength,
+    Model,
+    Out,
+    Quiet,
+    RemoteCode,
+    Seed,
+    Texts,
+    given_texts,
+    load,
+    wrote,
+)
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from headwise.diagnosis.triage_values import Triage
+
+LETTERS = {
+    "asleep": ("Z", "#b39ddb"),
+    "parked": ("P", "#90caf9"),
+    "working": ("W", "#a5d6a7"),
+    "empty": ("0", "#ffcc80"),
+    "constant": ("c", "#ffe082"),
+    "undecided": ("?", "#e0e0e0"),
+}
+
+
+@app.command()
+def triage(
+    model: Model,
+    diagnosis: Annotated[Path, typer.Option(help="diagnosis.json")],
+    heads: Annotated[str, typer.Option(help="Which heads to judge: a selection.")] = "sick",
+    out: Out = Path("out/triage"),
+    texts: Texts = None,
+    lines: Lines = False,
+    max_length: MaxLength = 256,
+    max_texts: Annotated[int, typer.Option(help="Documents to use at most.", min=2)] = 64,
+    dose: Annotated[float, typer.Option(help="How much of a release is tried.")] = 1.0,
+    negligible: Annotated[
+        float, typer.Option(help="A change of loss below this counts as none (nats per token).")
+    ] = 0.005,
+    bos: Bos = None,
+    device_map: DeviceMap = None,
+    dtype: Dtype = None,
+    allow_pickle: AllowPickle = False,
+    trust_remote_code: RemoteCode = False,
+    force: Annotated[bool, typer.Option("--force", help="Accept another's diagnosis.")] = False,
+    seed: Seed = 0,
+    quiet: Quiet = False,
+) -> None:
+    """Judge sick heads: asleep, parked, working, empty, constant, or undecided."""
+    from headwise.cli.progress_bar import progress_bars
+    from headwise.cli.show import console, print_sheets
+    from headwise.diagnosis.triage_values import TriageThresholds
+    from headwise.diagnosis.values import Diagnosis
+    from headwise.therapy.triage import TriageSettings, triage as run
+
+    chosen, read = given_texts(texts, lines), Diagnosis.load(diagnosis)
+    loaded = load(model, dtype, device_map, allow_pickle, trust_remote_code)
+    thresholds = TriageThresholds(negligible=negligible)
+    with progress_bars(quiet) as progress:
+        found = run(
+            loaded,
+            read,
+            chosen,
+            heads=heads,
+            settings=TriageSettings(max_texts, max_length, dose, seed, thresholds),
+            bos=bos,
+            force=force,
+            progress=progress,
+        )
+    console(quiet).print(triage_grid(found))
+    print_sheets(found.sheets(), quiet)
+    wrote([found.save(out / "triage.json")], quiet)
+
+
+def triage_grid(found: Triage) -> Text:
+    """Layers down, heads across: the letter of the class, a dot where nothing was asked."""
+    from rich.text import Text
+
+    heads = found.model.num_heads
+    text = Text("layer\\head ")
+    text.append("".join(f"{h % 100:>3}" for h in range(heads)) + "\n", style="dim")
+    for layer in found.model.layer_numbers:
+        text.append(f"{layer:>10} ", style="dim")
+        for index in range(heads):
+            judged = found.heads.get(f"L{layer}H{index}")
+            label: str = judged.class_ if judged else ""
+            letter, colour = LETTERS.get(label, ("·", "default"))
+            text.append(f"  {letter}", style=f"black on {colour}" if label else "dim")
+        text.append("\n")
+    text.append("           ")
+    for name, (letter, colour) in LETTERS.items():
+        text.append(f" {letter} {name} {found.counts[name]} ", style=f"black on {colour}")
+        text.append(" ")
+    return text

@@ -1,0 +1,184 @@
+"""A triage as a value: what each head costs under four interventions, and why it is ill. No torch.
+
+Costs are changes of loss in nats per token. `zero`: the head's output taken away; `mean`: replaced
+by its mean; `unsink`: its first key hidden; `release`: its queries released from the first key
+(negative: a gain). The rules of the classes stand in `RULES`; a rule speaks only where the
+intervals decide.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from headwise.artefacts import load_artefact, save_artefact
+from headwise.diagnosis.values import Diagnosis
+from headwise.heads import Head
+from headwise.intervals import Interval
+from headwise.models.model_info import ModelInfo
+from headwise.provenance import Decisions, TextInfo
+from headwise.sheets import Sheet, sheet, sheets_html
+from headwise.values import Finite, from_plain, plain_fields, to_plain
+
+TriageClass = Literal["asleep", "parked", "working", "empty", "constant", "undecided"]
+TRIAGE_CLASSES: tuple[TriageClass, ...] = (
+    "asleep",
+    "parked",
+    "working",
+    "empty",
+    "constant",
+    "undecided",
+)
+
+
+RULES: dict[TriageClass, str] = {
+    "asleep": "release lowers the loss, by a gain worth a treatment",
+    "parked": "hiding the first key costs well more than taking the head away",
+    "constant": "taking the head away costs, replacing it by its mean does not",
+    "working": "taking the head away costs, and it is neither parked nor constant",
+    "empty": "neither taking it away nor hiding its first key costs, and release brings nothing",
+    "undecided": "the intervals do not decide",
+}
+
+
+@dataclass(frozen=True)
+class TriageThresholds:
+    """What counts as nothing, and how often a discovery may be false; nats per token."""
+
+    negligible: Finite = 0.005  # a cost below this is none
+    gain: Finite = 0.002  # a gain below this is not worth a treatment
+    parked_ratio: Finite = 1.5  # well above: this many times, and by more than the negligible
+    false_discovery_rate: Finite = 0.05
+
+
+@dataclass(frozen=True)
+class HeadTriage:
+    """One head's costs per token, what they are worth as evidence, and its class."""
+
+    zero: Interval
+    mean: Interval
+    unsink: Interval
+    release: Interval
+    parking: Interval  # unsink - parked_ratio zero, document by document
+    release_kind: str  # the query treatment that `release` speaks of
+    costs: bool  # zero > 0, at the false discovery rate over the heads
+    gains: bool  # release < 0, at the same
+    documents: int
+    class_: Annotated[TriageClass, Field(alias="class")] = "undecided"
+
+
+def triage_class(found: HeadTriage, thresholds: TriageThresholds) -> TriageClass:
+    """The class that the evidence shows.
+
+    A gain by release is seen directly, so it comes first; then what must be left alone; a head is
+    empty only if every cost is shown to be negligible.
+    """
+    nothing = thresholds.negligible
+    if found.gains and found.release.value < -thresholds.gain:
+        return "asleep"
+    if found.unsink.low > nothing and found.parking.low > nothing:
+        return "parked"
+    if found.costs and found.zero.value > nothing:
+        return "constant" if found.mean.high <= nothing else "working"
+    small = max(found.zero.high, found.unsink.high) < nothing and found.release.low > -nothing
+    return "empty" if small else "undecided"
+
+
+def is_decided(found: HeadTriage, thresholds: TriageThresholds) -> bool:
+    """Whether more text is not needed: no rule before the one that speaks is still open."""
+    nothing = thresholds.negligible
+    label = triage_class(found, thresholds)
+    if label in ("asleep", "empty"):
+        return True
+    awake = found.release.low > -nothing  # asleep is ruled out
+    unparked = found.parking.high < nothing or found.unsink.high < nothing
+    if label == "parked":
+        return awake
+    varies = found.mean.low > 0 or label == "constant"
+    return label != "undecided" and awake and unparked and varies
+
+
+@dataclass(frozen=True)
+class TriageProvenance:
+    """Texts, settings and versions."""
+
+    texts: TextInfo
+    selection: str
+    max_texts: int
+    max_length: int
+    bos: bool
+    dose: Finite
+    seed: int
+    decisions: Decisions
+    versions: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Triage:
+    """Every judged head with its class, and the diagnosis that it was chosen from."""
+
+    heads: Mapping[str, HeadTriage] = field(repr=False)
+    thresholds: TriageThresholds
+    diagnosis: Diagnosis = field(repr=False)
+    provenance: TriageProvenance = field(repr=False)
+
+    def __post_init__(self) -> None:
+        for name in self.heads:
+            Head.parse(name)
+
+    @property
+    def model(self) -> ModelInfo:
+        """The model that was judged."""
+        return self.diagnosis.model
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Heads in each class."""
+        found = Counter(head.class_ for head in self.heads.values())
+        return {name: found[name] for name in TRIAGE_CLASSES}
+
+    def of_class(self, *names: str) -> list[Head]:
+        """The heads of these classes, in order."""
+        return sorted(Head.parse(name) for name, h in self.heads.items() if h.class_ in names)
+
+    def head_sets(self) -> dict[str, list[Head]]:
+        """What the words of a selection mean: the classes of triage beside those of diagnosis."""
+        own = {str(name): self.of_class(name) for name in TRIAGE_CLASSES}
+        return {**self.diagnosis.head_sets(), **own}
+
+    def sheets(self) -> list[Sheet]:
+        """One row per head: class, the four costs, and how many documents it took."""
+        columns = ("head", "class", "zero", "mean", "unsink", "release", "by", "documents")
+        rows = [
+            (name, h.class_, h.zero, h.mean, h.unsink, h.release, h.release_kind, h.documents)
+            for name, h in self.heads.items()
+        ]
+        title = f"change of loss, nats per token (95% interval): {self.model.id}"
+        return [sheet(title, columns, rows)]
+
+    def _repr_html_(self) -> str:
+        return sheets_html(self.sheets())
+
+    def to_json(self) -> dict[str, Any]:
+        """The body of `triage.json`."""
+        derived = {"model": self.model, "counts": self.counts, "rules": RULES}
+        return {**plain_fields(self), **to_plain(derived)}
+
+    def save(self, path: Path) -> Path:
+        """Write `triage.json`."""
+        return save_artefact(path, "triage", self.to_json())
+
+    @staticmethod
+    def load(path: Path) -> Triage:
+        """Read `triage.json`."""
+        return Triage.from_json(load_artefact(path, "triage"), path)
+
+    @staticmethod
+    def from_json(body: Mapping[str, Any], where: object = "a triage") -> Triage:
+        """Rebuild a triage from the body of its artefact."""
+        return from_plain(Triage, body, where)

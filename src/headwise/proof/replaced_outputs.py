@@ -1,0 +1,149 @@
+"""Exact losses with one head's output replaced by another, re-running only what comes after it.
+
+The model runs once and what every layer got, and what its attention gave, is kept. A replacement
+changes one head's share of that attention's output, behind the output projection; from there on
+the model runs again, several replacements stacked in one batch. Ablation and triage stand on this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from headwise.forward.gelu import fused_gelu
+from headwise.forward.losses import shifted_targets, token_losses
+from headwise.forward.partial_run import layer_inputs, replaced_attention, run_from
+from headwise.forward.tap import Reader, Sight, tapped
+from headwise.heads import Head
+from headwise.models.architectures import attention_layers, device_of
+from headwise.models.slices import head_spans
+from headwise.texts.batches import Batch
+
+TOKENS = 2048  # a batch of replacements: enough for the GEMMs, little enough for the caches
+
+
+Losses = Float[np.ndarray, "document"]
+
+
+@dataclass(frozen=True)
+class BasePass:
+    """The undisturbed model on one batch: what each layer got, and what its attention gave."""
+
+    batch: Batch
+    inputs: list[Tensor]
+    attended: dict[int, Any]  # outputs of the attention modules as they return them, by layer
+    heads: dict[int, Tensor]  # the heads' outputs before the output projection
+    losses: Losses
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """One head, and what it gives instead of its own output."""
+
+    head: Head
+    out: Float[Tensor, "text query value"]
+
+
+def base_pass(model: PreTrainedModel, batch: Batch, reader: Reader | None = None) -> BasePass:
+    """Run a batch and keep what replacements start from; `reader` sees every layer too."""
+    ids = batch.ids.to(device_of(model))
+    heads: dict[int, Tensor] = {}
+
+    def read(sight: Sight) -> Tensor | None:
+        heads[sight.layer] = sight.out
+        return None if reader is None else reader(sight)
+
+    with fused_gelu(model), tapped(model, read):
+        inputs, attended, last = layer_inputs(model, ids)
+    return BasePass(batch, inputs, attended, heads, _losses(model, last, ids, batch.lengths))
+
+
+def _losses(model: PreTrainedModel, last: Tensor, ids: Tensor, lengths: Tensor) -> Losses:
+    losses: Losses = (
+        token_losses(model, last, shifted_targets(ids, lengths)).double().sum(1).cpu().numpy()
+    )
+    return losses
+
+
+def stack_size(passed: BasePass) -> int:
+    """How many replacements of this batch run at once by default."""
+    return max(1, TOKENS // passed.batch.ids.numel())
+
+
+def losses_from(
+    model: PreTrainedModel, passed: BasePass, layer: int, copies: int
+) -> Float[np.ndarray, "copy document"]:
+    """Losses of `copies` copies of the batch from `layer` on, as the open contexts change them."""
+    ids = passed.batch.ids.to(device_of(model)).repeat(copies, 1)
+    with fused_gelu(model):
+        start = torch.cat([passed.inputs[layer]] * copies, -3)  # gemma3n: streams come before
+        last = run_from(model, ids, layer, start)
+    lengths = passed.batch.lengths.repeat(copies)
+    return _losses(model, last, ids, lengths).reshape(copies, -1)
+
+
+def replaced_losses(
+    model: PreTrainedModel, passed: BasePass, replaced: Sequence[Replaced]
+) -> Float[np.ndarray, "replaced document"]:
+    """Losses of every document with each replacement alone; all are heads of one layer."""
+    layer = replaced[0].head.layer
+    with ExitStack() as stack:
+        if correctable(model):
+            if layer < attention_layers(model)[-1]:  # else the tap would see nothing
+                stack.enter_context(tapped(model))
+            stack.enter_context(corrected_attention(model, passed, replaced))
+        else:
+            stack.enter_context(tapped(model, _replacing(replaced)))
+        return losses_from(model, passed, layer, len(replaced))
+
+
+def correctable(model: PreTrainedModel) -> bool:
+    """Whether a head's share may be subtracted: in half precision the difference is too rough."""
+    return torch.finfo(model.dtype).bits >= 32
+
+
+@contextmanager
+def corrected_attention(
+    model: PreTrainedModel, passed: BasePass, replaced: Sequence[Replaced]
+) -> Iterator[None]:
+    """One layer's attention does not run: it gives its base output but for one head a copy."""
+    layer = replaced[0].head.layer
+    whole = passed.attended[layer]
+    out: Tensor = whole[0] if isinstance(whole, tuple) else whole
+    stacked = torch.cat([out + _change(model, passed, one) for one in replaced])
+    output = (stacked, *whole[1:]) if isinstance(whole, tuple) else stacked
+    with replaced_attention(model, layer, output):
+        yield
+
+
+def _change(
+    model: PreTrainedModel, passed: BasePass, one: Replaced
+) -> Float[Tensor, "text query hidden"]:
+    """What a replacement changes behind the output projection."""
+    own = passed.heads[one.head.layer][:, one.head.index]
+    (span,) = head_spans(model, one.head, "o").values()
+    weight = span.of(model)
+    return (one.out.to(own) - own) @ (weight if span.axis == 0 else weight.T)
+
+
+def _replacing(replaced: Sequence[Replaced]) -> Reader:
+    """A reader that puts replacement i into the i-th copy of the texts."""
+
+    def read(sight: Sight) -> Tensor | None:
+        if sight.layer != replaced[0].head.layer:
+            return None
+        out = sight.out.clone()
+        texts = len(out) // len(replaced)
+        for copy, one in enumerate(replaced):
+            out[copy * texts : (copy + 1) * texts, one.head.index] = one.out.to(out)
+        return out
+
+    return read

@@ -1,0 +1,131 @@
+"""Which heads are useful: what each costs when it is taken away, on as much text as decides it.
+
+A head is useful if its zero ablation raises the loss: its interval lies above 0 and it is among
+the discoveries at the false discovery rate over all judged heads. It is not useful if more than
+the negligible is ruled out. Documents are added until one of the two is shown. Mean ablation, which
+decides nothing here, is measured for useful heads alone, on the documents of the first look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from jaxtyping import Bool, Float
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from headwise.heads import Head
+from headwise.intervals import Interval
+from headwise.progress import Progress, silent
+from headwise.proof.evaluation import HeadCost
+from headwise.proof.head_costs import Interventions, head_costs
+from headwise.provenance import Decisions
+from headwise.staged import (
+    ERROR,
+    METHOD,
+    Staged,
+    discoveries,
+    document_order,
+    in_stages,
+    looks_at,
+    student_interval,
+)
+
+NEGLIGIBLE = 0.001  # nats per token; a head that costs less for sure is not useful
+
+
+_ONE = np.ones(1)
+
+
+@dataclass(frozen=True)
+class Usefulness:
+    """Every head's cost by zero ablation, and by mean ablation where the head is useful."""
+
+    heads: tuple[Head, ...]
+    staged: Staged = field(repr=False)
+    mean: Mapping[str, HeadCost] = field(default_factory=dict, repr=False)
+    negligible: float = NEGLIGIBLE
+
+    def cost(self, row: int) -> Interval:
+        """Change of loss per token, positive where the head was useful."""
+        return self.staged.interval(row, _ONE)
+
+    def useful(self) -> Bool[np.ndarray, "head"]:
+        """Discoveries whose whole interval lies above 0."""
+        rows = range(len(self.heads))
+        p_values = np.array([self.staged.p_value(row, _ONE) for row in rows])
+        above = np.array([self.cost(row).low > 0 for row in rows], dtype=bool)
+        found: Bool[np.ndarray, "head"] = discoveries(p_values) & above
+        return found
+
+    def verdicts(self) -> list[str]:
+        """`useful`, `not useful` or `undecided` for every head."""
+        return [
+            "useful" if yes else "not useful" if self._small(row) else "undecided"
+            for row, yes in enumerate(self.useful())
+        ]
+
+    def _small(self, row: int) -> bool:
+        return self.cost(row).high < self.negligible
+
+    def zero(self) -> dict[str, HeadCost]:
+        """Costs by head name, as `evaluation.json` holds them."""
+        useful, documents = self.useful(), self.staged.documents
+        return {
+            str(head): _named(head, self.cost(row), int(documents[row]), bool(useful[row]))
+            for row, head in enumerate(self.heads)
+        }
+
+    def decisions(self) -> Decisions:
+        """How it was decided."""
+        looks = self.staged.looks
+        return Decisions(METHOD, looks.sizes, looks.shares, self.staged.work)
+
+
+def _named(head: Head, cost: Interval, documents: int, useful: bool | None = None) -> HeadCost:
+    return HeadCost(cost.value, cost.low, cost.high, (str(head),), useful, documents)
+
+
+def judge_heads(
+    model: PreTrainedModel,
+    encoded: Sequence[Sequence[int]],
+    heads: Sequence[Head],
+    means: Float[Tensor, "layer head value"],
+    *,
+    seed: int = 0,
+    progress: Progress = silent,
+) -> Usefulness:
+    """Ablate each head alone, until it is decided or the text is used up."""
+    chosen, looks = tuple(sorted(heads)), looks_at(len(encoded))
+    documents = [encoded[i] for i in document_order(len(encoded), seed)]
+    tokens = np.array([len(ids) - 1 for ids in documents])
+
+    def measure(rows: Sequence[int], taken: Sequence[int]) -> Float[np.ndarray, "row 1 document"]:
+        texts, some = [documents[i] for i in taken], [chosen[row] for row in rows]
+        return head_costs(model, texts, some, Interventions(unsink=False), progress=progress).deltas
+
+    def undecided(staged: Staged) -> Bool[np.ndarray, "row"]:
+        verdicts = Usefulness(chosen, staged).verdicts()
+        return np.array([verdict == "undecided" for verdict in verdicts], dtype=bool)
+
+    found = Usefulness(chosen, in_stages(looks, tokens, (len(chosen), 1), measure, undecided))
+    useful = [head for head, yes in zip(chosen, found.useful(), strict=True) if yes]
+    return replace(found, mean=_mean_costs(model, documents[: looks.sizes[0]], useful, means))
+
+
+def _mean_costs(
+    model: PreTrainedModel,
+    documents: Sequence[Sequence[int]],
+    heads: Sequence[Head],
+    means: Float[Tensor, "layer head value"],
+) -> dict[str, HeadCost]:
+    """What remains of a useful head's cost when only what varies in its output is lost."""
+    if not heads:
+        return {}
+    wanted = Interventions(means, zero=False, unsink=False)
+    found = head_costs(model, documents, heads, wanted)
+    intervals = [student_interval(row[0], found.tokens, ERROR) for row in found.deltas]
+    pairs = zip(found.heads, intervals, strict=True)
+    return {str(head): _named(head, interval, len(documents)) for head, interval in pairs}

@@ -1,0 +1,165 @@
+"""Deciding with as little text as needed: documents in stages, intervals that allow for peeking.
+
+The method is group-sequential error spending (Lan and DeMets 1983) with the linear spending
+function (Kim and DeMets 1987, rho = 1) and a union bound over the looks: of the error of 5% a look
+spends the share of documents that are new at it, so an interval is right at *all* looks together
+with 95% confidence, whenever one stops. Intervals are Student's for the ratio of summed loss to
+tokens. Over many heads the false discovery rate is held by Benjamini and Yekutieli (2001), since
+heads share documents, on p-values that allow for the same peeking: the smallest over the looks of
+p / share. (Benjamini and Hochberg's milder rule let 7 to 16% through on resampled real losses.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+from scipy.stats import t as student
+
+from headwise.intervals import LEVEL, Interval
+
+ERROR = 1 - LEVEL
+
+
+FIRST_LOOK = 5  # documents; with fewer, Student intervals of skewed losses are too sure
+
+
+_ROUNDING = 2e-7  # nats per token: no smaller difference is evidence, however constant
+
+
+METHOD = (
+    "linear error spending over looks (Lan-DeMets), Student intervals of the ratio, "
+    "Benjamini-Yekutieli over heads"
+)
+
+
+@dataclass(frozen=True)
+class Looks:
+    """After how many documents one looks, and how much of the error each look spends."""
+
+    sizes: tuple[int, ...]
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Each look's share of the error: its new documents among all."""
+        new = np.diff([0, *self.sizes])
+        return tuple(float(n / self.sizes[-1]) for n in new)
+
+
+def looks_at(documents: int, first: int = FIRST_LOOK) -> Looks:
+    """All documents at the last look, two thirds of them at the one before, and so on."""
+    sizes = [documents]
+    while (fewer := sizes[0] * 2 // 3) >= first:
+        sizes.insert(0, fewer)
+    return Looks(tuple(sizes))
+
+
+def document_order(documents: int, seed: int) -> list[int]:
+    """The order in which documents are taken: drawn, so that early ones are like late ones."""
+    return [int(i) for i in np.random.default_rng([seed, documents]).permutation(documents)]
+
+
+@dataclass(frozen=True)
+class Staged:
+    """What was measured: changes of summed loss, of each row on the first so many documents."""
+
+    looks: Looks
+    deltas: Float[np.ndarray, "row kind document"] = field(repr=False)  # in the order taken
+    tokens: Int[np.ndarray, "document"] = field(repr=False)
+    last_look: Int[np.ndarray, "row"] = field(repr=False)
+
+    @property
+    def documents(self) -> Int[np.ndarray, "row"]:
+        """How many documents each row was measured on."""
+        sizes: Int[np.ndarray, "row"] = np.array(self.looks.sizes)[self.last_look]
+        return sizes
+
+    @property
+    def work(self) -> float:
+        """Tokens measured, as a share of what all rows on all documents would be."""
+        if not len(self.last_look):
+            return 0.0
+        seen = np.cumsum(self.tokens)[self.documents - 1]
+        return float(seen.mean() / self.tokens.sum())
+
+    def interval(self, row: int, weights: Float[np.ndarray, "kind"]) -> Interval:
+        """The interval of a combination of kinds at the row's last look."""
+        size, share = self.documents[row], self.looks.shares[self.last_look[row]]
+        sums = weights @ self.deltas[row, :, :size]
+        return student_interval(sums, self.tokens[:size], ERROR * share)
+
+    def p_value(self, row: int, weights: Float[np.ndarray, "kind"]) -> float:
+        """Evidence against no change, whichever look one stops at."""
+        sums = weights @ self.deltas[row]
+        looks = zip(self.looks.sizes, self.looks.shares, strict=True)
+        seen = [
+            student_p(sums[:size], self.tokens[:size]) / share
+            for look, (size, share) in enumerate(looks)
+            if look <= self.last_look[row]
+        ]
+        return min(1.0, *seen)
+
+
+def student_interval(
+    sums: Float[np.ndarray, "document"], counts: Int[np.ndarray, "document"], error: float
+) -> Interval:
+    """The ratio of sums to counts with an interval that misses with this probability."""
+    value, deviation = _ratio(sums, counts)
+    half = float(student.ppf(1 - error / 2, len(sums) - 1)) * deviation
+    return Interval(value, value - half, value + half)
+
+
+def student_p(sums: Float[np.ndarray, "document"], counts: Int[np.ndarray, "document"]) -> float:
+    """Two-sided p-value of the ratio being 0."""
+    value, deviation = _ratio(sums, counts)
+    return float(2 * student.sf(abs(value) / deviation, len(sums) - 1))
+
+
+def _ratio(sums: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
+    """A ratio and its standard deviation by linearisation, never below rounding."""
+    count, total = len(sums), counts.sum()
+    value = float(sums.sum() / total)
+    power = np.square(sums - value * counts).sum() * count / (count - 1)
+    return value, float(np.hypot(np.sqrt(power) / total, _ROUNDING))
+
+
+def discoveries(p_values: Float[np.ndarray, "row"], rate: float = ERROR) -> Bool[np.ndarray, "row"]:
+    """Benjamini and Yekutieli: rows that may be called effects at this false discovery rate."""
+    count = len(p_values)
+    ordered, ranks = np.sort(p_values), np.arange(1, count + 1)
+    passing = np.flatnonzero(ordered <= rate * ranks / (max(count, 1) * (1 / ranks).sum()))
+    if not len(passing):
+        return np.zeros(count, dtype=bool)
+    found: Bool[np.ndarray, "row"] = p_values <= ordered[passing[-1]]
+    return found
+
+
+Measure = Callable[[Sequence[int], Sequence[int]], Float[np.ndarray, "row kind document"]]
+
+
+Undecided = Callable[[Staged], Bool[np.ndarray, "row"]]
+
+
+def in_stages(
+    looks: Looks,
+    tokens: Int[np.ndarray, "document"],
+    shape: tuple[int, int],
+    measure: Measure,
+    undecided: Undecided,
+) -> Staged:
+    """Measure (rows, documents) look by look; rows that are decided are measured no further."""
+    rows, kinds = shape
+    deltas = np.zeros((rows, kinds, len(tokens)))
+    last = np.zeros(rows, dtype=int)
+    found = Staged(looks, deltas, tokens, last)
+    open_rows, start = np.arange(rows), 0
+    for look, size in enumerate(looks.sizes):
+        if not len(open_rows):
+            break
+        documents = list(range(start, size))
+        deltas[open_rows, :, start:size] = measure(list(open_rows), documents)
+        last[open_rows] = look
+        open_rows, start = open_rows[undecided(found)[open_rows]], size
+    return found

@@ -1,0 +1,257 @@
+"""Triage: which of the sick heads sleeps, is parked, works, is empty or gives a constant.
+
+Each head is measured under zero ablation, mean ablation, its first key hidden, and its queries
+treated (`release`, and `centre`, the better handle under RoPE: the better of the two counts), on
+documents in stages, until its class is decided or the documents are used up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from jaxtyping import Bool, Float
+from transformers import PreTrainedModel
+
+from headwise.artefacts import versions
+from headwise.diagnosis.mean_outputs import measure_means
+from headwise.diagnosis.triage_values import (
+    HeadTriage,
+    Triage,
+    TriageProvenance,
+    TriageThresholds,
+    is_decided,
+    triage_class,
+)
+from headwise.diagnosis.values import Diagnosis
+from headwise.errors import ArtefactError, TextError
+from headwise.forward.guard import guard
+from headwise.heads import Head, format_heads, select_heads
+from headwise.models.description import weight_fingerprint
+from headwise.models.loaded_model import LoadedModel, takes_model
+from headwise.models.patch import Patch
+from headwise.progress import Progress, silent
+from headwise.proof.head_costs import Interventions, head_costs
+from headwise.provenance import Decisions
+from headwise.staged import METHOD, Staged, discoveries, document_order, in_stages, looks_at
+from headwise.surgery.plan import make_plan
+from headwise.surgery.sink_directions import LayerDirections, measure_directions
+from headwise.surgery.treatments import Dose, treat
+from headwise.texts.batches import batches, encode_for
+from headwise.texts.corpus import triage_texts
+from headwise.texts.text_sets import TextSet, as_text_set
+
+HANDLES = ("release", "centre")  # query treatments, of which the better speaks for the head
+
+
+MAX_TEXTS = 64
+
+
+@dataclass(frozen=True)
+class TriageSettings:
+    """How much text, how doses are set, and what the classes rest on."""
+
+    max_texts: int = MAX_TEXTS
+    max_length: int = 256
+    dose: float = 1.0
+    seed: int = 0
+    thresholds: TriageThresholds = field(default_factory=TriageThresholds)
+
+
+@takes_model
+def triage(
+    loaded: LoadedModel,
+    diagnosis: Diagnosis,
+    texts: TextSet | Sequence[str] | None = None,
+    *,
+    heads: str = "sick",
+    settings: TriageSettings | None = None,
+    directions: Mapping[int, LayerDirections] | None = None,
+    bos: bool | None = None,
+    force: bool = False,
+    progress: Progress = silent,
+) -> Triage:
+    """Judge the selected heads on text that is neither training nor evaluation text.
+
+    `directions` are measured on the same text unless given (from training text, say).
+    """
+    chosen = settings or TriageSettings()
+    loaded = _first_token(loaded, bos, diagnosis)
+    if not force and weight_fingerprint(loaded.model) != diagnosis.model.fingerprint:
+        raise ArtefactError(
+            "the diagnosis is of other weights than these",
+            where=diagnosis.model.id,
+            fix="diagnose this model and try again, or use --force",
+        )
+    given = triage_texts(loaded.id) if texts is None else as_text_set(texts, loaded.id)
+    wanted = selected_heads(diagnosis, heads)
+    encoded = _documents(loaded, given, chosen)
+    guard(loaded, max(map(len, encoded)))
+    wards = _interventions(loaded.model, encoded, diagnosis, wanted, chosen, directions)
+    staged = _measured(loaded.model, encoded, wanted, wards, chosen.thresholds, progress)
+    judged = judge(wanted, wards.kinds, staged, chosen.thresholds)
+    rows = {str(head): found for head, found in zip(wanted, judged, strict=True)}
+    provenance = _provenance(given, encoded, staged, chosen, heads, loaded.bos)
+    return Triage(rows, chosen.thresholds, diagnosis, provenance)
+
+
+def _first_token(loaded: LoadedModel, bos: bool | None, diagnosis: Diagnosis) -> LoadedModel:
+    """Texts start as they did in the diagnosis; another wish is refused."""
+    earlier = diagnosis.provenance.settings
+    asked = loaded.starting_with(bos)
+    return asked if earlier is None else asked.inheriting(earlier.bos, "the diagnosis")
+
+
+def selected_heads(diagnosis: Diagnosis, selection: str) -> list[Head]:
+    """The heads that a selection means for a diagnosis; none is an empty triage, not an error."""
+    return select_heads(
+        selection,
+        num_layers=diagnosis.model.num_layers,
+        num_heads=diagnosis.model.num_heads,
+        sets=diagnosis.head_sets(),
+        maps=diagnosis.maps,
+        layers=diagnosis.model.layers,
+    )
+
+
+def _documents(loaded: LoadedModel, texts: TextSet, settings: TriageSettings) -> list[list[int]]:
+    """The documents in the order in which they are used."""
+    order = document_order(len(texts.texts), settings.seed)[: settings.max_texts]
+    if len(order) < 2:
+        raise TextError("triage needs two documents at least", where=texts.name, fix="add text")
+    return encode_for(loaded, [texts.texts[i] for i in order], max_length=settings.max_length)
+
+
+def _interventions(
+    model: PreTrainedModel,
+    encoded: list[list[int]],
+    diagnosis: Diagnosis,
+    heads: Sequence[Head],
+    settings: TriageSettings,
+    directions: Mapping[int, LayerDirections] | None,
+) -> Interventions:
+    """What triage does to each head, with the means and the queries that it needs."""
+    if not heads:
+        return Interventions()
+    blocks = list(batches(encoded, 4))
+    found = directions or measure_directions(model, blocks, sorted({h.layer for h in heads}))
+    treated = {
+        n: treated_queries(model, diagnosis, heads, n, settings.dose, found) for n in HANDLES
+    }
+    return Interventions(measure_means(model, blocks), treated)
+
+
+def treated_queries(
+    model: PreTrainedModel,
+    diagnosis: Diagnosis,
+    heads: Sequence[Head],
+    name: str,
+    dose: float,
+    directions: Mapping[int, LayerDirections],
+) -> Patch:
+    """A patch with every head's treated queries; the costs take each head's alone."""
+    plan = make_plan(diagnosis, heads=format_heads(heads), kv_policy="queries-only")
+    prescription = {head: Dose(name, dose) for head in heads}
+    return treat(model, plan, prescription, directions=directions)
+
+
+def _measured(
+    model: PreTrainedModel,
+    encoded: list[list[int]],
+    heads: Sequence[Head],
+    interventions: Interventions,
+    thresholds: TriageThresholds,
+    progress: Progress,
+) -> Staged:
+    kinds = interventions.kinds
+    tokens = np.array([len(ids) - 1 for ids in encoded])
+
+    def measure(rows: Sequence[int], documents: Sequence[int]) -> Float[np.ndarray, "r k d"]:
+        some = [encoded[i] for i in documents]
+        wanted = [heads[row] for row in rows]
+        return head_costs(model, some, wanted, interventions, progress=progress).deltas
+
+    def undecided(staged: Staged) -> Bool[np.ndarray, "row"]:
+        judged = judge(heads, kinds, staged, thresholds)
+        return np.array([not is_decided(found, thresholds) for found in judged])
+
+    looks = looks_at(len(encoded))
+    return in_stages(looks, tokens, (len(heads), len(kinds)), measure, undecided)
+
+
+def judge(
+    heads: Sequence[Head],
+    kinds: Sequence[str],
+    staged: Staged,
+    thresholds: TriageThresholds,
+) -> tuple[HeadTriage, ...]:
+    """Costs, evidence and class of every head from what was measured of it."""
+    if not heads:
+        return ()
+    unit = {kind: np.eye(len(kinds))[at] for at, kind in enumerate(kinds)}
+    handles = [kind for kind in kinds if kind in HANDLES]
+    best = [_best_handle(staged, row, unit, handles) for row in range(len(heads))]
+    costs = _found(staged, [unit["zero"]] * len(heads), +1, 1, thresholds)
+    gains = _found(staged, [unit[name] for name in best], -1, len(handles), thresholds)
+    parking = unit["unsink"] - thresholds.parked_ratio * unit["zero"]
+    rows = []
+    for row in range(len(heads)):
+        found = HeadTriage(
+            staged.interval(row, unit["zero"]),
+            staged.interval(row, unit["mean"]),
+            staged.interval(row, unit["unsink"]),
+            staged.interval(row, unit[best[row]]),
+            staged.interval(row, parking),
+            best[row],
+            bool(costs[row]),
+            bool(gains[row]),
+            int(staged.documents[row]),
+        )
+        rows.append(replace(found, class_=triage_class(found, thresholds)))
+    return tuple(rows)
+
+
+def _best_handle(
+    staged: Staged, row: int, unit: Mapping[str, np.ndarray], handles: Sequence[str]
+) -> str:
+    return min(handles, key=lambda name: staged.interval(row, unit[name]).value)
+
+
+def _found(
+    staged: Staged,
+    weights: Sequence[np.ndarray],
+    sign: int,
+    tries: int,
+    thresholds: TriageThresholds,
+) -> Bool[np.ndarray, "row"]:
+    """Which rows change the loss in one direction, at the false discovery rate over all rows.
+
+    The better of several `tries` must be that much clearer (Bonferroni).
+    """
+    p_values = [min(1.0, tries * staged.p_value(row, w)) for row, w in enumerate(weights)]
+    right = [sign * staged.interval(row, w).value > 0 for row, w in enumerate(weights)]
+    clear = discoveries(np.array(p_values), thresholds.false_discovery_rate)
+    found: Bool[np.ndarray, "row"] = clear & np.array(right)
+    return found
+
+
+def _provenance(
+    texts: TextSet,
+    encoded: list[list[int]],
+    staged: Staged,
+    settings: TriageSettings,
+    selection: str,
+    bos: bool,
+) -> TriageProvenance:
+    return TriageProvenance(
+        texts=texts.describe(sum(len(ids) for ids in encoded)),
+        selection=selection,
+        max_texts=settings.max_texts,
+        max_length=settings.max_length,
+        bos=bos,
+        dose=settings.dose,
+        seed=settings.seed,
+        decisions=Decisions(METHOD, staged.looks.sizes, staged.looks.shares, staged.work),
+        versions=versions(),
+    )

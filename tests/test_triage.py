@@ -1,0 +1,325 @@
+"""Triage: exact costs of interventions, decisions with little text, and what the classes mean."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from conftest import SENTENCES, tiny_language_model, tiny_model
+from eager import head_values, watched
+from headwise.cli import app
+from headwise.diagnosis.diagnose import diagnose
+from headwise.diagnosis.mean_outputs import measure_means
+from headwise.diagnosis.triage_values import (
+    TRIAGE_CLASSES,
+    HeadTriage,
+    Triage,
+    TriageThresholds,
+    is_decided,
+    triage_class,
+)
+from headwise.diagnosis.values import Thresholds, diagnosis_from
+from headwise.errors import ArtefactError, HeadwiseError, SettingsError, TextError
+from headwise.heads import Head, all_heads
+from headwise.intervals import Interval
+from headwise.models.architectures import geometry_of, projection_of
+from headwise.models.description import describe_model
+from headwise.models.slices import write_slices
+from headwise.proof.compare import read_snapshot
+from headwise.proof.head_costs import Interventions, head_costs
+from headwise.surgery.plan import make_plan
+from headwise.surgery.sink_directions import measure_directions
+from headwise.surgery.treatments import Dose, treat
+from headwise.texts.batches import batches
+from headwise.texts.corpus import in_validation, triage_texts
+from headwise.texts.text_sets import TextSet, default_corpus, default_texts
+from headwise.therapy.triage import TriageSettings, triage
+
+# a family of each way to know positions, with grouped keys and with norms of queries and keys
+FAMILIES = ("bloom", "llama", "gpt2", "qwen3", "falcon-mqa", "gemma2", "mpt-clip", "gptj")
+
+
+def documents(count=3, length=40, vocabulary=97, seed=0):
+    generator = np.random.default_rng(seed)
+    return [list(map(int, generator.integers(3, vocabulary, length - i))) for i in range(count)]
+
+
+def document_losses(model, encoded):
+    """Plain forward passes, one document at a time, summed in float64."""
+    found = []
+    with torch.inference_mode():
+        for ids in encoded:
+            logits = model(torch.tensor([ids]), use_cache=False).logits[0, :-1]
+            loss = torch.nn.functional.cross_entropy(logits.double(), torch.tensor(ids[1:]))
+            found.append(float(loss) * (len(ids) - 1))
+    return np.array(found)
+
+
+@contextmanager
+def output_of(model, head, change):
+    """`change` gets the head's own output (text, query, value) and gives another."""
+    dim = geometry_of(model).head_dim
+    span = slice(head.index * dim, (head.index + 1) * dim)
+
+    def replace(_, inputs):
+        out = inputs[0].clone()
+        out[..., span] = change(out[..., span])
+        return (out, *inputs[1:])
+
+    handle = projection_of(model, head.layer, "o").register_forward_pre_hook(replace)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def unsunk_output(model, ids, head):
+    """From transformers' own attention weights: the first key's go, the rest is renormalised."""
+    with watched(model) as seen, torch.inference_mode():
+        weights = model(torch.tensor([ids]), use_cache=False, output_attentions=True).attentions
+    p = weights[head.layer][0, head.index].double().clone()
+    p[1:, 0] = 0
+    p = p / p.sum(-1, keepdim=True)
+    values = head_values(model, head.layer, seen["value"][head.layer])[0, head.index]
+    return p @ values
+
+
+def planned(model):
+    geometry = geometry_of(model)
+    mass = np.full((geometry.num_layers, geometry.num_heads), 0.7)
+    diagnosis = diagnosis_from(
+        model=describe_model(model, "tiny"),
+        maps={"first_token_mass": mass},
+        thresholds=Thresholds(),
+    )
+    return make_plan(diagnosis, heads="all", kv_policy="queries-only")
+
+
+def interventions(model, encoded):
+    plan = planned(model)
+    blocks = list(batches(encoded, 2))
+    directions = measure_directions(model, blocks, range(geometry_of(model).num_layers))
+    treated = {
+        name: treat(
+            model, plan, {h: Dose(name, 1.0) for h in plan.target_heads}, directions=directions
+        )
+        for name in ("release", "centre")
+    }
+    return Interventions(measure_means(model, batches(encoded, 2)), treated)
+
+
+def brute_force(model, encoded, heads, wanted):
+    """One head and one intervention at a time: hooks or edited weights, whole forward passes."""
+    base = document_losses(model, encoded)
+    found = np.zeros((len(heads), len(wanted.kinds), len(encoded)))
+    for h, head in enumerate(heads):
+        with output_of(model, head, torch.zeros_like):
+            found[h, 0] = document_losses(model, encoded)
+        mean = wanted.means[head.layer, head.index].to(model.dtype)
+        with output_of(model, head, lambda out, mean=mean: mean.expand_as(out)):
+            found[h, 1] = document_losses(model, encoded)
+        for d, ids in enumerate(encoded):
+            new = unsunk_output(model, ids, head).to(model.dtype)
+            with output_of(model, head, lambda out, new=new: new):
+                found[h, 2, d] = document_losses(model, [ids])[0]
+        for k, patch in enumerate(wanted.treated.values(), 3):
+            found[h, k] = _with_queries(model, encoded, head, patch)
+    return found - base
+
+
+def _with_queries(model, encoded, head, patch):
+    names = [name for name in patch.slices if name.split(".")[0] == str(head)]
+    parts = {name: patch.slices[name] for name in names}
+    write_slices(model, {part.span: part.after for part in parts.values()})
+    try:
+        return document_losses(model, encoded)
+    finally:
+        write_slices(model, {part.span: part.before for part in parts.values()})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_costs_are_those_of_brute_force_one_head_at_a_time(family):
+    model = tiny_model(family, sharpen=8.0)
+    encoded = documents()
+    heads = all_heads(geometry_of(model).num_layers, geometry_of(model).num_heads)
+    wanted = interventions(model, encoded)
+    found = head_costs(model, encoded, heads, wanted, stack=5)
+    exact = brute_force(model, encoded, heads, wanted)
+    assert found.kinds == ("zero", "mean", "unsink", "release", "centre")
+    assert np.abs(exact).max(2).min() > 1e-6  # every intervention does something to every head
+    per_token = np.abs(found.deltas - exact).sum(2) / found.tokens.sum()
+    assert per_token.max() < 1e-6
+
+
+def test_only_treatments_of_queries_can_be_measured_head_by_head():
+    model = tiny_model("llama")
+    plan = planned(model)
+    directions = measure_directions(model, list(batches(documents(), 2)), [0, 1])
+    wrong = treat(model, plan, {Head(0, 0): Dose("reinitialise", 1.0)}, directions=directions)
+    with pytest.raises(SettingsError, match="queries only"):
+        head_costs(model, documents(), [Head(0, 0)], Interventions(treated={"fresh": wrong}))
+
+
+def test_half_precision_gives_the_same_costs_but_for_rounding():
+    model = tiny_model("llama", sharpen=4.0)
+    encoded, heads = documents(2), [Head(0, 1), Head(1, 2)]
+    exact = head_costs(model, encoded, heads, Interventions())
+    model = model.to(torch.bfloat16)
+    rough = head_costs(model, encoded, heads, Interventions())
+    assert np.abs(rough.deltas - exact.deltas).sum() / exact.tokens.sum() < 0.02
+
+
+def judged(z=0.0, m=0.0, s=0.0, r=0.0, *, half=0.0005, **rest):
+    """A head with these costs, each known to `half`."""
+    around = [Interval(v, v - half, v + half) for v in (z, m, s, r, s - 1.5 * z)]
+    found = {"costs": z - half > 0, "gains": r + half < 0, **rest}
+    return HeadTriage(*around, "release", documents=8, **found)
+
+
+@pytest.mark.parametrize(
+    ("found", "label"),
+    [
+        (judged(r=-0.02), "asleep"),
+        (judged(z=0.01, s=0.5, r=-0.02), "asleep"),  # a gain is seen directly
+        (judged(r=-0.001), "empty"),  # sure, but not worth a treatment
+        (judged(r=-0.02, half=0.03), "undecided"),
+        (judged(z=0.01, m=0.01, s=0.5, r=0.6), "parked"),
+        (judged(z=0.1, m=0.1, s=0.11), "working"),  # the first key matters no more than the head
+        (judged(z=0.1, m=0.05), "working"),
+        (judged(z=0.1, m=-0.01), "constant"),
+        (judged(z=0.1, m=0.0, s=0.4, r=0.5), "parked"),
+        (judged(), "empty"),
+        (judged(z=-0.05, s=-0.01), "empty"),  # nothing is lost with it
+        (judged(half=0.01), "undecided"),
+        (judged(z=0.01, half=0.001, costs=False), "undecided"),  # one of many: no discovery
+    ],
+)
+def test_the_class_follows_from_the_costs(found, label):
+    assert triage_class(found, TriageThresholds()) == label
+
+
+def test_a_head_is_decided_when_no_earlier_rule_is_open():
+    thresholds = TriageThresholds()
+    assert is_decided(judged(r=-0.02), thresholds)
+    assert is_decided(judged(), thresholds)
+    assert is_decided(judged(z=0.1, m=0.05), thresholds)
+    assert not is_decided(judged(half=0.01), thresholds)
+    wide = judged(z=0.1, m=0.06, r=-0.001, half=0.04, gains=False)
+    assert triage_class(wide, thresholds) == "working"  # if no text is left; it may yet be asleep
+    assert not is_decided(wide, thresholds)
+
+
+@pytest.fixture(scope="module")
+def small(tokenizer):
+    """A tiny model, its diagnosis with every head called sick, and the triage of two layers."""
+    model = tiny_language_model("llama")
+    texts = TextSet("sentences", tuple(f"{i}: {s}" for i in range(4) for s in SENTENCES))
+    diagnosis = diagnose(model, tokenizer, texts, name="tiny", thresholds=Thresholds(sink=0.0))
+    found = triage(model, tokenizer, diagnosis, texts, heads="L0")
+    return model, diagnosis, texts, found
+
+
+def test_triage_judges_the_chosen_heads_and_survives_its_file(small, tmp_path):
+    *_, found = small
+    assert list(found.heads) == [f"L0H{i}" for i in range(4)]
+    path = found.save(tmp_path / "triage.json")
+    again = Triage.load(path)
+    assert again.heads == found.heads
+    assert again.thresholds == found.thresholds
+    assert again.save(tmp_path / "again.json").read_bytes() == path.read_bytes()
+    assert sum(found.counts.values()) == 4
+    decisions = found.provenance.decisions
+    assert decisions.looks == (5, 8, 13, 20)
+    assert 0 < decisions.share_of_all_work <= 1
+    assert read_snapshot(tmp_path).triage is not None
+
+
+def test_the_same_triage_gives_the_same_bytes(small, tokenizer, tmp_path):
+    model, diagnosis, texts, found = small
+    again = triage(model, tokenizer, diagnosis, texts, heads="L0")
+    files = [t.save(tmp_path / f"{i}.json").read_bytes() for i, t in enumerate((found, again))]
+    assert files[0] == files[1]
+
+
+def test_classes_are_words_of_a_plan(small):
+    _, diagnosis, _, found = small
+    sets = found.head_sets()
+    assert set(TRIAGE_CLASSES) <= set(sets)
+    label = found.heads["L0H0"].class_
+    plan = make_plan(found, heads=f"{label} & sick")
+    assert plan.target_heads == found.of_class(label)
+    assert plan.model.id == diagnosis.model.id
+
+
+def test_a_diagnosis_of_other_weights_and_too_little_text_are_refused(small, tokenizer):
+    model, diagnosis, texts, _ = small
+    with pytest.raises(ArtefactError, match="other weights"):
+        triage(tiny_language_model("qwen3"), tokenizer, diagnosis, texts)
+    with pytest.raises(TextError, match="two documents"):
+        triage(model, tokenizer, diagnosis, TextSet("one", texts.texts[:1]))
+
+
+def test_a_model_without_sick_heads_has_an_empty_triage(small, tokenizer):
+    model, _, texts, _ = small
+    healthy = diagnose(model, tokenizer, texts, name="t", thresholds=Thresholds(2.0, 2.0, 0.0))
+    found = triage(model, tokenizer, healthy, texts)
+    assert not found.heads
+    assert set(found.counts.values()) == {0}
+
+
+def test_the_first_token_is_as_in_the_diagnosis(small, tokenizer):
+    model, _, texts, _ = small
+    with_bos = diagnose(model, tokenizer, texts, name="t", bos=True, thresholds=Thresholds(sink=0))
+    found = triage(model, tokenizer, with_bos, texts, heads="L1H0")
+    assert found.provenance.bos is True
+    with pytest.raises(HeadwiseError, match="BOS"):
+        triage(model, tokenizer, with_bos, texts, heads="L1H0", bos=False)
+
+
+def test_the_patients_triage_text_is_neither_trained_nor_evaluated_on():
+    texts = set(triage_texts("patient").texts)
+    assert texts <= set(default_corpus("patient").texts)
+    assert all(in_validation(text) for text in texts)
+    assert not texts & set(default_texts("patient").texts)
+
+
+def test_the_verb_writes_a_triage_that_plan_reads(small, model_dir, tmp_path):
+    runner = CliRunner()
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(f'{{"text": "{i} {SENTENCES[0]}"}}\n' for i in range(8)))
+    common = ["--texts", str(texts), "--out", str(tmp_path)]
+    made = runner.invoke(app, ["diagnose", str(model_dir), *common, "--sink", "0", "--no-figures"])
+    assert made.exit_code == 0, made.output
+    source = ["--diagnosis", str(tmp_path / "diagnosis.json")]
+    done = runner.invoke(app, ["triage", str(model_dir), *source, *common, "--heads", "L1"])
+    assert done.exit_code == 0, done.output
+    assert "Z asleep" in done.output
+    assert "triage.json" in done.output
+    found = Triage.load(tmp_path / "triage.json")
+    assert len(found.heads) == 4
+    label = found.heads["L1H0"].class_
+    plan = [
+        "plan",
+        str(tmp_path / "triage.json"),
+        "--heads",
+        label,
+        "--out",
+        str(tmp_path / "p.yaml"),
+    ]
+    assert runner.invoke(app, plan).exit_code == 0
+
+
+def test_heads_of_the_patient_that_carry_the_gain_are_asleep():
+    from headwise.models.loading import load_model
+
+    loaded = load_model("patient")
+    texts = triage_texts("patient")
+    diagnosis = diagnose(loaded, TextSet("few", texts.texts[:4]))
+    settings = TriageSettings(max_texts=12, max_length=192)
+    found = triage(loaded, diagnosis, heads="L4H7,L5H6", settings=settings)
+    assert found.provenance.texts.name == texts.name
+    assert [head.class_ for head in found.heads.values()] == ["asleep", "asleep"]
