@@ -48,3 +48,9 @@ def test_diagnose_plan_repair_evaluate_compare_and_capture(name, tmp_path):
     assert comparison.drift.operated.heads == 2
     assert before.heads.ablation_zero[f"L{layer}H0"].value is not None
     assert weight_bits(model) == bits
+
+
+def test_vectors_before_rope_are_refused_where_no_projection_gives_them(tmp_path):
+    model, settings = tiny_language_model("deepseek_v3"), CaptureSettings(pre_rope=True)
+    with pytest.raises(ArtefactError, match="before RoPE do not come out of one projection"):
+        capture(model, tiny_tokenizer(), TEXTS, out=tmp_path / "qk", settings=settings)
