@@ -8,7 +8,7 @@ WORKERS ?= 2
 export HF_HUB_DISABLE_TELEMETRY = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: install demo test test-slow check format bench faults clean
+.PHONY: install demo test test-slow test-families check format bench faults clean
 
 install: $(STAMP)
 
@@ -22,10 +22,13 @@ demo: install
 	$(BIN)/headwise demo --out out/demo
 
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not faults"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not faults and not families"
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow
+
+test-families: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m families
 
 faults: install
 	$(BIN)/python -m pytest -m faults

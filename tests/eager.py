@@ -117,7 +117,7 @@ def eager_measures(model, ids, *, skip=0):
         given = logits[place] if len(logits) == len(shown) else None
         found = layer_measures(p, out, value, weight, skip, given)
         if given is not None and alibi_slopes(model) is None:
-            found["max_logit"] = given[:, skip:].amax((1, 2))
+            found["max_logit"] = found["max_logit_upper"] = given[:, skip:].amax((1, 2))
         layers.append(found)
         masses.append(p[:, :, 0].tolist())
     measures = {name: np.array([layer[name].tolist() for layer in layers]) for name in layers[0]}

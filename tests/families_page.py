@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from pathlib import Path
 
+# ruff: noqa: E501
 from headwise.models.families import ARCHITECTURES, NOT_SEPARABLE
 from tiny import COMMON, MORE, TINY, UNEVEN
 
@@ -93,6 +94,8 @@ def tried(family: str) -> str:
     for model_type, extra in (TINY | MORE).values():
         if model_type == family:
             found |= {word for name, word in SIGNS.items() if extra.get(name)}
+            if extra.get("num_key_value_heads") == COMMON["num_attention_heads"]:
+                found -= {"shared keys"}
             width = COMMON["hidden_size"] // COMMON["num_attention_heads"]
             found |= {"wide heads"} if extra.get("head_dim", width) > width else set()
     return ", ".join(sorted(found)) or "plain"

@@ -151,6 +151,7 @@ def test_the_artefact_holds_what_the_contract_promises(diagnosis, tmp_path):
         "thresholds",
         "threshold_sweep",
         "sink_rate",
+        "max_logit",
         "band",
         "mlp_dormancy",
         "provenance",

@@ -51,7 +51,7 @@ def test_every_measure_equals_the_dense_one(model):
     measured = measure_heads(model, batches(TEXTS, 2), num_texts=2, max_length=131)
     for number, text in enumerate(TEXTS):
         expected, _ = eager_measures(model, text)
-        assert set(expected) >= set(MEASURES) - {"max_logit"}
+        assert set(expected) >= set(MEASURES) - {"max_logit", "max_logit_upper"}
         for name, value in expected.items():
             error = np.abs(measured.values[name][number] - value).max()
             assert error < TOLERANCE[name], f"{name} of a text of {len(text)}: off by {error:.1e}"

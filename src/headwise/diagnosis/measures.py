@@ -49,6 +49,7 @@ MEASURES = (
     "first_4_token_mass",
     "learned_sink_share",
     "max_logit",
+    "max_logit_upper",
     "output_norm",
     "output_norm_ratio",
     "projected_norm",
@@ -164,7 +165,7 @@ def _attention_measures(sight: Sight, mass: Tensor, weights: Tensor) -> dict[str
     position = torch.arange(scores.length, device=lse.device, dtype=torch.float32)
     uniform = scores.num_visible.log()  # 0 where a query sees one key: its entropy is 0 too
     back = [mass_at(scores, lse, offset) for offset in range(LOCAL_WINDOW)]
-    later = _later(weights)
+    later, largest = _later(weights), max_logits(scores, lse, weights > 0)
     return {
         "first_token_mass": _mean(mass, weights),
         "entropy": _mean(moment.entropy, weights),
@@ -174,7 +175,8 @@ def _attention_measures(sight: Sight, mass: Tensor, weights: Tensor) -> dict[str
         "mean_distance": _mean(position - moment.mean_key, weights),
         "first_4_token_mass": _mean(first_keys_mass(scores, lse, 4), weights),
         "learned_sink_share": _mean(sink_share(scores, lse), weights),
-        "max_logit": max_logits(scores, lse, weights > 0).value,
+        "max_logit": largest.value,
+        "max_logit_upper": largest.upper,
     }
 
 

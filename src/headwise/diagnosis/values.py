@@ -187,6 +187,7 @@ class Diagnosis:
             "counts": self.counts,
             "band": self.band,
             "threshold_sweep": self.threshold_sweep,
+            "max_logit": self.maps.get("max_logit"),
         }
         body = {**plain_fields(self), **to_plain(derived)}
         return {k: {} if v is None and k in _EMPTY else v for k, v in body.items()}

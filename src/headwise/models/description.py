@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+from typing import get_args
 
 import torch
 from transformers import (
     PreTrainedModel,
 )
 
+from headwise.heads import Head
 from headwise.models.architectures import (
     alibi_slopes,
     geometry_of,
     positions_of,
     projection_of,
+    widths,
 )
+from headwise.models.family import Role
 from headwise.models.model_info import ModelInfo
 from headwise.models.offloading import held_tensor, parameter_shapes
+from headwise.models.slices import head_spans
 
 
 def weight_fingerprint(model: PreTrainedModel) -> str:
@@ -49,5 +54,21 @@ def describe_model(model: PreTrainedModel, name: str | None = None) -> ModelInfo
         num_parameters=sum(shape.numel() for shape in parameter_shapes(model).values()),
         dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
         layers=geometry.layers if geometry.is_hybrid else None,
+        slice_weights=_slice_weights(model),
         slopes=None if slopes is None else tuple(float(s) for s in slopes),
     )
+
+
+def _slice_weights(model: PreTrainedModel) -> tuple[int, ...] | None:
+    """Weights of one head's slices by role, where they are not all head_dim x hidden."""
+    geometry, hidden = geometry_of(model), int(model.config.get_text_config().hidden_size)
+    head, counts, plain = Head(geometry.layers[0], 0), [], []
+    for role in get_args(Role):
+        module = projection_of(model, head.layer, role)
+        spans = head_spans(model, head, role)
+        rows = next(iter(spans.values()))
+        width = widths(module)[1 if role == "o" else 0]
+        size = rows.stop - rows.start
+        counts.append(size * (width + len(spans) - 1))
+        plain.append(geometry.head_dim * (hidden + len(spans) - 1))
+    return None if counts == plain else tuple(counts)

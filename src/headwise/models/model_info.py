@@ -25,6 +25,8 @@ class ModelInfo:
     num_parameters: int | None
     dtype: str | None = field(default=None, metadata=OMITTED)
     slopes: tuple[Finite, ...] | None = field(default=None, metadata=OMITTED)
+    # weights of a head's q, k, v and o slices, biases included, where head_dim does not give them
+    slice_weights: tuple[Count, ...] | None = field(default=None, metadata=OMITTED)
     # numbers of the layers with attention, where these are not all; rows of maps are these
     layers: tuple[int, ...] | None = field(default=None, metadata=OMITTED)
 

@@ -120,8 +120,9 @@ def _capture_as_it_is(
         if not (path / "done").exists():
             part = encoded[start : start + _PORTION_TEXTS]
             _capture_portion(model, part, start, path, chosen, settings, batch_size)
+    groups = {layer: geometry_of(model, layer).group for layer in geometry.layers}
     rows = assemble(
-        staging, folder, chosen, geometry.group, _windows(model), Buckets.parse(settings.buckets)
+        staging, folder, chosen, groups, _windows(model), Buckets.parse(settings.buckets)
     )
     replace(info, rows=rows, finished=True).save(folder)
     write_text(folder / "README.md", _readme(info))
@@ -231,6 +232,7 @@ def _vectors(
         if not pre_rope or positions_of(model) != "rope":
             backbone_of(model)(input_ids=ids.to(device), use_cache=False)
             return seen
+        _require_unrotated(model)
         # One more token, which no earlier one sees, if positions could be taken for heads
         geometry, length = geometry_of(model), ids.shape[1]
         extra = length in (geometry.num_heads, geometry.num_kv_heads)
@@ -253,7 +255,7 @@ def _before_rotation(
         def keep(_: nn.Module, __: Any, output: Tensor) -> None:
             parts[layer][role] = output.detach()
             if {"q", "k"} <= set(parts[layer]) or "qkv" in parts[layer]:
-                found[layer] = _split(model, parts[layer])
+                found[layer] = _split(model, layer, parts[layer])
 
         return keep
 
@@ -285,13 +287,23 @@ def _pre_rotation_module(
     return projection_of(model, layer, "q" if role == "q" else "k")
 
 
-def _split(model: PreTrainedModel, parts: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    geometry = geometry_of(model)
+def _require_unrotated(model: PreTrainedModel) -> None:
+    row = architecture_of(model)
+    if row.order == "latent" or row.gate_in_query:
+        raise ArtefactError(
+            "queries and keys before RoPE do not come out of one projection in this family",
+            where=f"model_type={model.config.model_type!r}",
+            fix="capture them as scored: without --pre-rope",
+        )
+
+
+def _split(model: PreTrainedModel, layer: int, parts: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    geometry = geometry_of(model, layer)
     name = architecture_of(model).clip
     clip = getattr(model.config.get_text_config(), name, None) if name else None
     if clip is not None:
         parts = {role: value.clamp(-clip, clip) for role, value in parts.items()}
-    heads, kv, dim = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
+    heads, kv, dim = geometry.num_heads, geometry.num_kv_heads, geometry.key_dim
     if "qkv" not in parts:
         return _by_head(parts["q"], heads, dim), _by_head(parts["k"], kv, dim)
     fused = parts["qkv"]

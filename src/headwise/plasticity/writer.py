@@ -6,6 +6,7 @@ sliding_window (of type null for full attention). A Parquet row group is one por
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,14 @@ def assemble(
     staging: Path,
     folder: Path,
     heads: list[Head],
-    group: int,
+    groups: Mapping[int, int],
     windows: dict[int, int | None],
     buckets: Buckets,
 ) -> dict[str, int]:
     """One Parquet file per head and kind, a row group per portion; arrays are memory-mapped."""
     portions = sorted(staging.glob("portion-*"))
     wanted = {(head.layer, head.index, "q") for head in heads}
-    wanted |= {(head.layer, head.index // group, "k") for head in heads}
+    wanted |= {(head.layer, head.index // groups[head.layer], "k") for head in heads}
     rows = {}
     for layer, head, kind in sorted(wanted):
         name = f"l{layer:02d}h{head:02d}{kind}"

@@ -300,6 +300,9 @@ def trainable_weights(model: ModelInfo, heads: int, groups: int) -> int:
             where=model.id,
             fix="diagnose the model itself; a published map of unknown size cannot be planned on",
         )
+    if model.slice_weights is not None:
+        q, k, v, o = model.slice_weights
+        return heads * (q + o) + groups * (k + v)
     row = model.head_dim * model.hidden_size
     bias = model.head_dim if model.qkv_bias else 0
     return heads * (2 * row + bias) + groups * 2 * (row + bias)
