@@ -314,7 +314,7 @@ def _staged_costs(
     model: PreTrainedModel, encoded: list[list[int]], wanted: _Wanted, how: _How
 ) -> HeadCosts:
     """The same, with each single head measured on as many documents as decide it."""
-    means = measure_means(model, batches(encoded))
+    means = measure_means(model, batches(encoded, how.batch_size))
     judged = judge_heads(
         model, encoded, wanted.singles, means, seed=how.seed, progress=how.progress
     )
