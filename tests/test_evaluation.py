@@ -19,9 +19,8 @@ from headwise.models.architectures import architecture_of, geometry_of, layers_o
 from headwise.models.loaded_model import LoadedModel
 from headwise.proof.ablation import ablate_heads, first_order_importance
 from headwise.proof.evaluate import _Wanted, _wanted, evaluate, paper_prompts
-from headwise.proof.evaluation import Evaluation, HeadCost, HeadCosts
+from headwise.proof.evaluation import Evaluation, HeadCost, HeadCosts, recovery_of
 from headwise.proof.perplexity import make_windows, paired_difference, text_losses
-from headwise.proof.recovery import recovery_of
 from headwise.surgery.operation import operate
 from headwise.surgery.plan import operated_heads
 from headwise.texts.batches import batches

@@ -39,9 +39,9 @@ from headwise.proof.evaluation import (
     HeadCost,
     HeadCosts,
     MlpDormancy,
+    recovery_of,
 )
 from headwise.proof.perplexity import TextLosses, text_losses
-from headwise.proof.recovery import recovery_of
 from headwise.proof.usefulness import judge_heads
 from headwise.staged import discoveries, student_p
 from headwise.surgery.plan import operated_heads
