@@ -126,7 +126,7 @@ def test_empty_completions_are_alarmed(tmp_path):
         model.transformer.ln_f.weight.zero_()
         model.transformer.ln_f.bias.copy_(model.transformer.wte.weight[2] * 1e3)
     loaded = load_model(str(saved(model, tmp_path / "m")))
-    found = complete(loaded, [Prompt("The lake"), Prompt("A ship")], Sampling(3, temperature=0))
+    found = complete(loaded, [Prompt("The lake"), Prompt("A ship")], Sampling(3, temperature=0.0))
     assert found.alarms == (Alarm("empty-completions", "2 of 2 completions of stock are empty"),)
     assert json.loads(found.save(tmp_path / "c.json").read_text())["alarms"]
 

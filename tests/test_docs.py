@@ -46,7 +46,8 @@ def commands(text: str) -> list[list[str]]:
 
 def quick(words: list[str]) -> list[str]:
     """The command on the patient, with few texts and steps."""
-    told = [{"MODEL": "patient", "my_texts/": "few.jsonl"}.get(word, word) for word in words]
+    corpus = "train.jsonl" if words[0] == "repair" else "few.jsonl"
+    told = [{"MODEL": "patient", "my_texts/": corpus}.get(word, word) for word in words]
     given = {word for word in told if word.startswith("--")}
     extra = SMALLER.get(told[0], [])
     pairs = [extra[i : i + 2] for i in range(0, len(extra), 2)]
@@ -62,6 +63,8 @@ def desk(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = [json.dumps({"text": text}) for text in patient_texts("heldout")[:6]]
     (tmp_path / "few.jsonl").write_text("\n".join(rows) + "\n")
+    rows = [json.dumps({"text": text}) for text in patient_texts("train")[:120]]
+    (tmp_path / "train.jsonl").write_text("\n".join(rows) + "\n")
     return tmp_path
 
 

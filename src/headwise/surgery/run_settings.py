@@ -36,7 +36,7 @@ class RunSettings:
     mode: Mode
     seed: int
     corpus: CorpusInfo = field(repr=False)
-    threads: int
+    threads: int = 0  # 0: an older run did not say
     versions: Mapping[str, str] = field(default_factory=versions, repr=False)
     finished: bool = False
     kept: str = ""  # hash of the text on which the model was held to stock
