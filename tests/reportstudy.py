@@ -344,7 +344,7 @@ def write_run(folder, plan, arm, seed, steps, final, stock, change) -> None:
             "recipe": {"steps": steps, "lr": 0.003},
             "corpus": corpus,
             "finished": True,
-            "provenance": {},
+            "provenance": {"versions": {}, "threads": 1},
         },
     )
     rng = np.random.default_rng([seed, 5])

@@ -121,7 +121,7 @@ def test_the_worst_head_of_c4_is_not_the_one_the_paper_prints(compared):
 
 
 def test_19_of_the_second_pass_targets_were_healthy_before_the_first(stock, plan, after):
-    found = to_plain(transitions(stock, after["cur"], zones_of(stock.model.shape, plan).operated))
+    found = to_plain(transitions(stock, after["cur"], zones_of(stock.model, plan).operated))
     assert len(found["iatrogenic_untreated"]) == 19
     assert set(found["iatrogenic_untreated"]) <= PASS2_HEADS
     assert set(found["sick_untreated_after"]) == PASS2_HEADS - {"L18H5"}  # exactly 0.500 here
@@ -130,15 +130,15 @@ def test_19_of_the_second_pass_targets_were_healthy_before_the_first(stock, plan
         maps=after["cur"].maps,
         thresholds=Thresholds(sink=0.5 - 0.002),  # the resolution of the maps
     )
-    outside = ~zones_of(stock.model.shape, plan).operated
+    outside = ~zones_of(stock.model, plan).operated
     sick = {str(Head(*map(int, at))) for at in np.argwhere(lower.sick & outside)}
     assert sick == PASS2_HEADS
     assert len(PASS2_HEADS) == 39
 
 
 def test_31_untreated_sick_heads_and_11_healed_by_themselves(stock, plan, after):
-    found = to_plain(transitions(stock, after["cur"], zones_of(stock.model.shape, plan).operated))
-    outside = ~zones_of(stock.model.shape, plan).operated
+    found = to_plain(transitions(stock, after["cur"], zones_of(stock.model, plan).operated))
+    outside = ~zones_of(stock.model, plan).operated
     assert int((stock.sick & outside).sum()) == 31
     assert abs(len(found["self_healed"]) - 11) <= 1
 
@@ -204,7 +204,7 @@ def test_transitions_tell_who_fell_ill_and_who_healed_untreated(small):
 def test_drift_counts_movable_heads_apart(small):
     before = small[0]
     plan = make_plan(before, heads="L1-2H1-2 & (L1H1, L2H1)")
-    zones = zones_of(before.model.shape, plan)
+    zones = zones_of(before.model, plan)
     assert zones.watched.sum() == 2  # L1H2 and L2H2: spelled out, not operated on
     assert zones.movable.tolist() == [[False] * 3, [False, True, False], [True] * 3]
     delta = np.array(AFTER) - np.array(BEFORE)
@@ -223,7 +223,8 @@ def test_drift_counts_movable_heads_apart(small):
 
 
 def test_a_drift_of_exactly_the_threshold_is_none():
-    zones = zones_of((1, 2), None)
+    model = ModelInfo("m", "llama", "", 1, 2, 1, 5, 10, False, False, "rope", 100)
+    zones = zones_of(model, None)
     drift = to_plain(drift_by_zone(np.array([[0.05, -0.050001]]), zones))
     assert drift["outside"]["drifting"] == 1
     assert drift["operated"]["mean_abs_delta"] is None
@@ -281,7 +282,7 @@ def test_trajectory_shapes_follow_the_papers_rules(path, shape):
 
 def test_the_two_phenomena_are_read_at_matched_steps(small):
     before, _, plan = small
-    zones = zones_of(before.model.shape, plan)
+    zones = zones_of(before.model, plan)
     deltas = [(step, np.full((3, 3), 0.01 * step)) for step in range(10)]
     found = to_plain(two_phenomena(deltas, zones))
     assert (found["early"]["step"], found["late"]["step"]) == (2, 9)
@@ -439,7 +440,7 @@ def test_plasticity_change_is_by_head_and_zone_where_both_were_captured(small):
 
 
 def zone_sizes(diagnosis, plan):
-    masks = zones_of(diagnosis.model.shape, plan).named()
+    masks = zones_of(diagnosis.model, plan).named()
     return {z: int(masks[z].sum()) for z in ("watched", "outside") if masks[z].any()}
 
 
@@ -464,7 +465,7 @@ def test_a_folder_brings_its_plasticity_along(small, tmp_path):
 
 def test_lora_can_move_every_head_of_its_lowest_layer(small):
     before, after, plan = small
-    slices = zones_of(before.model.shape, plan).movable
+    slices = zones_of(before.model, plan).movable
     assert slices.tolist() == [[False] * 3, [False, True, False], [True] * 3]
     found = compare(Snapshot(before), Snapshot(after), plan=plan, whole_layers=True).to_json()[
         "drift"
