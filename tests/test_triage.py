@@ -273,7 +273,9 @@ def test_a_model_without_sick_heads_has_an_empty_triage(small, tokenizer):
 
 def test_the_first_token_is_as_in_the_diagnosis(small, tokenizer):
     model, _, texts, _ = small
-    with_bos = diagnose(model, tokenizer, texts, name="t", bos=True, thresholds=Thresholds(sink=0))
+    with_bos = diagnose(
+        model, tokenizer, texts, name="t", bos=True, thresholds=Thresholds(sink=0.0)
+    )
     found = triage(model, tokenizer, with_bos, texts, heads="L1H0")
     assert found.provenance.bos is True
     with pytest.raises(HeadwiseError, match="BOS"):

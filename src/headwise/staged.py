@@ -159,7 +159,8 @@ def in_stages(
         if not len(open_rows):
             break
         documents = list(range(start, size))
-        deltas[open_rows, :, start:size] = measure(list(open_rows), documents)
+        rows_left = [int(row) for row in open_rows]
+        deltas[open_rows, :, start:size] = measure(rows_left, documents)
         last[open_rows] = look
         open_rows, start = open_rows[undecided(found)[open_rows]], size
     return found

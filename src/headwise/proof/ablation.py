@@ -23,13 +23,7 @@ from transformers import PreTrainedModel
 from headwise.diagnosis.mean_outputs import head_mean
 from headwise.forward.frozen import frozen
 from headwise.forward.losses import shifted_targets, summed_loss
-from headwise.forward.tap import Reader, Sight, tapped
-from headwise.heads import Head
-from headwise.intervals import Interval, mean_intervals
-from headwise.models.architectures import attention_layers, backbone_of, device_of, geometry_of
-from headwise.progress import Progress, silent, track
-from headwise.proof.evaluation import HeadCost
-from headwise.proof.replaced_outputs import (
+from headwise.forward.replaced_outputs import (
     BasePass,
     Losses,
     Replaced,
@@ -39,6 +33,12 @@ from headwise.proof.replaced_outputs import (
     losses_from,
     stack_size,
 )
+from headwise.forward.tap import Reader, Sight, tapped
+from headwise.heads import Head
+from headwise.intervals import Interval, mean_intervals
+from headwise.models.architectures import attention_layers, backbone_of, device_of, geometry_of
+from headwise.progress import Progress, silent, track
+from headwise.proof.evaluation import HeadCost
 from headwise.texts.batches import Batch, batches
 
 Replacement = Literal["zero", "mean"]
@@ -92,7 +92,7 @@ def ablate_heads(
     for batch in track(work, "ablating heads", progress):
         rows = list(batch.index)
         with torch.inference_mode():
-            passed = base_pass(model, batch)
+            passed = base_pass(model, batch.ids, batch.lengths)
             base[rows] = passed.losses
             for group in _groups(chosen, stack or stack_size(passed)):
                 found = _ablated_losses(model, passed, [chosen[i] for i in group], value)
@@ -128,7 +128,7 @@ def _ablated_losses(
     With one head in the lowest layer the attention there is not run again: it is the same in all
     copies but for that head's share.
     """
-    lowest, texts = sets[0][0].layer, len(passed.batch.lengths)
+    lowest, texts = sets[0][0].layer, len(passed.lengths)
     one = _one_lowest(sets[0]) and correctable(model)
     with ExitStack() as stack:
         if not one or lowest < attention_layers(model)[-1]:  # else the tap would see nothing

@@ -24,12 +24,7 @@ from headwise.diagnosis.mean_outputs import head_mean
 from headwise.errors import SettingsError
 from headwise.forward.attention import attend
 from headwise.forward.partial_run import AttentionCall, attention_calls
-from headwise.forward.tap import Sight, tapped
-from headwise.heads import Head
-from headwise.models.architectures import projection_of
-from headwise.models.patch import Patch, Slice
-from headwise.progress import Progress, silent, track
-from headwise.proof.replaced_outputs import (
+from headwise.forward.replaced_outputs import (
     BasePass,
     Losses,
     Replaced,
@@ -37,6 +32,11 @@ from headwise.proof.replaced_outputs import (
     replaced_losses,
     stack_size,
 )
+from headwise.forward.tap import Sight, tapped
+from headwise.heads import Head
+from headwise.models.architectures import projection_of
+from headwise.models.patch import Patch, Slice
+from headwise.progress import Progress, silent, track
 from headwise.texts.batches import Batch, batches
 
 Outs = Float[Tensor, "text head query value"]
@@ -123,7 +123,7 @@ def _observed(
             found[sight.layer] = _plain_outs(model, sight, interventions)
 
     with attention_calls(model) as calls:
-        passed = base_pass(model, batch, read)
+        passed = base_pass(model, batch.ids, batch.lengths, read)
     for name, patch in interventions.treated.items():
         for layer in layers:
             found[layer][name] = _treated_outs(model, calls[layer], layer, patch)

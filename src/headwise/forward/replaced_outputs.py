@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -25,7 +25,6 @@ from headwise.forward.tap import Reader, Sight, tapped
 from headwise.heads import Head
 from headwise.models.architectures import attention_layers, device_of
 from headwise.models.slices import head_spans
-from headwise.texts.batches import Batch
 
 TOKENS = 2048  # a batch of replacements: enough for the GEMMs, little enough for the caches
 
@@ -37,7 +36,8 @@ Losses = Float[np.ndarray, "document"]
 class BasePass:
     """The undisturbed model on one batch: what each layer got, and what its attention gave."""
 
-    batch: Batch
+    ids: Int[Tensor, "text position"]
+    lengths: Int[Tensor, "text"]
     inputs: list[Tensor]
     attended: dict[int, Any]  # outputs of the attention modules as they return them, by layer
     heads: dict[int, Tensor]  # the heads' outputs before the output projection
@@ -52,9 +52,14 @@ class Replaced:
     out: Float[Tensor, "text query value"]
 
 
-def base_pass(model: PreTrainedModel, batch: Batch, reader: Reader | None = None) -> BasePass:
+def base_pass(
+    model: PreTrainedModel,
+    ids: Int[Tensor, "text position"],
+    lengths: Int[Tensor, "text"],
+    reader: Reader | None = None,
+) -> BasePass:
     """Run a batch and keep what replacements start from; `reader` sees every layer too."""
-    ids = batch.ids.to(device_of(model))
+    ids = ids.to(device_of(model))
     heads: dict[int, Tensor] = {}
 
     def read(sight: Sight) -> Tensor | None:
@@ -63,7 +68,8 @@ def base_pass(model: PreTrainedModel, batch: Batch, reader: Reader | None = None
 
     with fused_gelu(model), tapped(model, read):
         inputs, attended, last = layer_inputs(model, ids)
-    return BasePass(batch, inputs, attended, heads, _losses(model, last, ids, batch.lengths))
+    losses = _losses(model, last, ids, lengths)
+    return BasePass(ids, lengths, inputs, attended, heads, losses)
 
 
 def _losses(model: PreTrainedModel, last: Tensor, ids: Tensor, lengths: Tensor) -> Losses:
@@ -75,18 +81,18 @@ def _losses(model: PreTrainedModel, last: Tensor, ids: Tensor, lengths: Tensor) 
 
 def stack_size(passed: BasePass) -> int:
     """How many replacements of this batch run at once by default."""
-    return max(1, TOKENS // passed.batch.ids.numel())
+    return max(1, TOKENS // passed.ids.numel())
 
 
 def losses_from(
     model: PreTrainedModel, passed: BasePass, layer: int, copies: int
 ) -> Float[np.ndarray, "copy document"]:
     """Losses of `copies` copies of the batch from `layer` on, as the open contexts change them."""
-    ids = passed.batch.ids.to(device_of(model)).repeat(copies, 1)
+    ids = passed.ids.repeat(copies, 1)
     with fused_gelu(model):
         start = torch.cat([passed.inputs[layer]] * copies, -3)  # gemma3n: streams come before
         last = run_from(model, ids, layer, start)
-    lengths = passed.batch.lengths.repeat(copies)
+    lengths = passed.lengths.repeat(copies)
     return _losses(model, last, ids, lengths).reshape(copies, -1)
 
 
