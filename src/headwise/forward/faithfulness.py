@@ -73,12 +73,12 @@ def boundaries(model: PreTrainedModel) -> dict[str, int]:
     return {name: value for name, value in found.items() if _BOUNDARY.search(name) and value > 1}
 
 
-def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+def _numbers(config: Mapping[Any, Any]) -> Iterator[tuple[str, int]]:
     for name, value in config.items():
         if isinstance(value, Mapping):
             yield from _numbers(value)
         elif isinstance(value, int) and not isinstance(value, bool):
-            yield name, value
+            yield str(name), value
 
 
 def proof_length(model: PreTrainedModel) -> int:
