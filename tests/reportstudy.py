@@ -366,6 +366,7 @@ def write_run(folder, plan, arm, seed, steps, final, stock, change) -> None:
                 "lr": 0.003,
                 "grad_norm": 0.1,
                 "tokens": 500,
+                "tokens_per_second": 1000.0,
             }
         )
         if step % 10 == 0:

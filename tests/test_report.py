@@ -32,7 +32,7 @@ def study(tmp_path_factory):
 @pytest.fixture
 def no_figures(monkeypatch):
     """Figures take most of the time and are tested on their own."""
-    monkeypatch.setattr(report, "_write_figures", lambda source, folder, paper: [])
+    monkeypatch.setattr(report, "_write_figures", lambda source, folder: [])
 
 
 @pytest.fixture(scope="module")
@@ -316,7 +316,7 @@ def test_a_cut_off_line_file_is_a_clear_error(study, tmp_path):
 def test_tables_and_page_are_made_without_torch(study, tmp_path):
     code = (
         "import sys; from pathlib import Path; from headwise.report import write as report;"
-        "report._write_figures = lambda source, folder, paper: [];"
+        "report._write_figures = lambda source, folder: [];"
         "report.write_report(Path(sys.argv[1]), Path(sys.argv[2]));"
         "assert 'torch' not in sys.modules"
     )
