@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -24,7 +25,9 @@ def surface():
     """Public names with their signatures, and every verb with its options."""
     names = {name: getattr(headwise, name) for name in headwise.__all__}
     signatures = {
-        name: str(inspect.signature(value)) if inspect.isfunction(value) else "value"
+        name: re.sub(r" at 0x\w+", "", str(inspect.signature(value)))
+        if inspect.isfunction(value)
+        else "value"
         for name, value in names.items()
     }
     verbs = {

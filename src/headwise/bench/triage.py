@@ -48,7 +48,7 @@ def bench_triage(
     chosen = triage_texts(model or "patient").texts[:texts]
     encoded = encode_texts(loaded.tokenizer, chosen, max_length=length)
     shape = geometry_of(loaded.model)
-    every = all_heads(shape.num_layers, shape.num_heads)
+    every = all_heads(shape.num_layers, shape.num_heads, shape.layers)
     count = min(sample, len(every)) if model else len(every)
     heads = [every[int(at)] for at in np.linspace(0, len(every) - 1, count)]
     wanted = _interventions(loaded, chosen, encoded, heads)

@@ -28,11 +28,16 @@ from headwise.models.architectures import (
 Hidden = Float[Tensor, "text position hidden"]
 
 
+LayerInput = Float[Tensor, "*stream text position hidden"]  # gemma3n has several streams
+
+
 class _StopError(Exception):
     """Ends a forward pass once the wanted layer input has been seen."""
 
 
-def layer_input(model: PreTrainedModel, ids: Int[Tensor, "text position"], layer: int) -> Hidden:
+def layer_input(
+    model: PreTrainedModel, ids: Int[Tensor, "text position"], layer: int
+) -> LayerInput:
     """The hidden states that enter `layer`; later layers do not run."""
     seen: list[Tensor] = []
 
@@ -52,7 +57,7 @@ def layer_input(model: PreTrainedModel, ids: Int[Tensor, "text position"], layer
 
 def layer_inputs(
     model: PreTrainedModel, ids: Int[Tensor, "text position"]
-) -> tuple[list[Hidden], dict[int, Any], Hidden]:
+) -> tuple[list[LayerInput], dict[int, Any], Hidden]:
     """The inputs of all layers, the outputs of attention modules, and the last hidden states.
 
     From one forward pass; an attention module's output is kept as it returns it, often a tuple.
@@ -133,7 +138,7 @@ def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def run_from(
-    model: PreTrainedModel, ids: Int[Tensor, "text position"], layer: int, hidden: Hidden
+    model: PreTrainedModel, ids: Int[Tensor, "text position"], layer: int, hidden: LayerInput
 ) -> Hidden:
     """The last hidden states when `hidden` enters `layer`; `ids` only gives the shape."""
     with _passing_through(model, layer), _swapped_input(layers_of(model)[layer], hidden):
@@ -142,7 +147,7 @@ def run_from(
 
 
 @contextmanager
-def _swapped_input(layer: nn.Module, hidden: Hidden) -> Iterator[None]:
+def _swapped_input(layer: nn.Module, hidden: LayerInput) -> Iterator[None]:
     def swap(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
             return (hidden, *args[1:]), kwargs

@@ -168,7 +168,8 @@ class Evaluation:
         for name, cost in self.heads.ablation_zero.items():
             if not name.startswith(JOINT):
                 head = Head.parse(name)
-                costs[head.layer, head.index] = cost.value
+                row = self.model.layer_numbers.index(head.layer)
+                costs[row, head.index] = cost.value
         return costs
 
     def to_frame(self) -> pd.DataFrame:
