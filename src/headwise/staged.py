@@ -159,7 +159,7 @@ def in_stages(
         if not len(open_rows):
             break
         documents = list(range(start, size))
-        deltas[open_rows, :, start:size] = measure(list(open_rows), documents)
+        deltas[open_rows, :, start:size] = measure(open_rows.tolist(), documents)
         last[open_rows] = look
         open_rows, start = open_rows[undecided(found)[open_rows]], size
     return found
