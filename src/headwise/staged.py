@@ -159,8 +159,7 @@ def in_stages(
         if not len(open_rows):
             break
         documents = list(range(start, size))
-        rows_left = [int(row) for row in open_rows]
-        deltas[open_rows, :, start:size] = measure(rows_left, documents)
+        deltas[open_rows, :, start:size] = measure(open_rows.tolist(), documents)
         last[open_rows] = look
         open_rows, start = open_rows[undecided(found)[open_rows]], size
     return found

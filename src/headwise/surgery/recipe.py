@@ -42,7 +42,7 @@ class Recipe(BaseModel):
         """Tokens per step, at most."""
         return self.block * self.batch_size * self.accumulation
 
-    def with_changes(self, **changes: float | str | bool) -> Recipe:
+    def with_changes(self, **changes: int | float | str | bool) -> Recipe:
         """The recipe with some fields changed, checked again."""
         return changed(self, **changes)
 

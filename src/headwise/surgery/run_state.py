@@ -33,7 +33,7 @@ class TrainStep:
     lr: float
     grad_norm: float
     tokens: int
-    tokens_per_second: float
+    tokens_per_second: float = 0.0  # 0: an older run did not say
 
     def to_json(self) -> dict[str, int | float]:
         """A row of the trace."""

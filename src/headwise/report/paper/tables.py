@@ -236,7 +236,7 @@ def _recovered(runs: Sequence[Condition]) -> list[Entry]:
     return [int(v) if v == int(v) else v for v in means if v is not None]
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
+def _mean(values: Sequence[int | float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
