@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from headwise.heads import Head, format_indices
 from headwise.sheets import Sheet, sheet
@@ -43,7 +45,7 @@ def grid_html(diagnosis: Diagnosis) -> str:
     )
 
 
-def _html_cell(maps: Mapping[str, Any], row: int, head: Head, label: str) -> str:
+def _html_cell(maps: Mapping[str, np.ndarray], row: int, head: Head, label: str) -> str:
     at = row, head.index
     numbers = [f"{name} {value[at]:.3f}" for name, value in sorted(maps.items())]
     hover = html.escape(f"{head} {label}\n" + "\n".join(numbers), quote=True)

@@ -25,6 +25,7 @@ from headwise.models.architectures import (
     layers_of,
 )
 
+Keywords = dict[str, Any]  # of a module's call, as torch hands them to a hook
 Hidden = Float[Tensor, "text position hidden"]
 
 
@@ -41,7 +42,7 @@ def layer_input(
     """The hidden states that enter `layer`; later layers do not run."""
     seen: list[Tensor] = []
 
-    def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def stop(_: nn.Module, args: tuple[Any, ...], kwargs: Keywords) -> None:
         seen.append(_first(args, kwargs).detach())
         raise _StopError
 
@@ -65,7 +66,7 @@ def layer_inputs(
     inputs: list[Tensor] = []
     attended: dict[int, Any] = {}
 
-    def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def keep(_: nn.Module, args: tuple[Any, ...], kwargs: Keywords) -> None:
         inputs.append(_first(args, kwargs).detach())
 
     def keep_attention(layer: int) -> Callable[..., None]:
@@ -92,7 +93,7 @@ class AttentionCall:
 
     module: nn.Module = field(repr=False)
     args: tuple[Any, ...] = field(repr=False)
-    kwargs: Mapping[str, Any] = field(repr=False)
+    kwargs: Mapping[str, object] = field(repr=False)
 
     def again(self) -> None:
         """Call the module once more; an open tap sees it."""
@@ -105,7 +106,7 @@ def attention_calls(model: PreTrainedModel) -> Iterator[dict[int, AttentionCall]
     calls: dict[int, AttentionCall] = {}
 
     def keep(layer: int) -> Callable[..., None]:
-        def keep_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def keep_call(module: nn.Module, args: tuple[Any, ...], kwargs: Keywords) -> None:
             calls[layer] = AttentionCall(module, args, kwargs)
 
         return keep_call
@@ -132,7 +133,7 @@ def replaced_attention(
     )
 
 
-def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _first(args: tuple[Any, ...], kwargs: Keywords) -> Tensor:
     value: Tensor = args[0] if args else kwargs["hidden_states"]
     return value
 
@@ -148,7 +149,7 @@ def run_from(
 
 @contextmanager
 def _swapped_input(layer: nn.Module, hidden: LayerInput) -> Iterator[None]:
-    def swap(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def swap(_: nn.Module, args: tuple[Any, ...], kwargs: Keywords) -> Any:
         if args:
             return (hidden, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": hidden}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -18,7 +17,7 @@ def run_tasks(
     *,
     batch_size: int = 4,
     limit: int | None = None,
-) -> dict[str, Any]:
+) -> dict[str, dict[str, float]]:
     """Results of harness tasks: names of its own, or paths of task YAML files."""
     try:
         from lm_eval import simple_evaluate
@@ -50,5 +49,5 @@ def run_tasks(
     return {name: _numbers(result) for name, result in found["results"].items()}
 
 
-def _numbers(result: dict[str, Any]) -> dict[str, int | float]:
-    return {key: value for key, value in result.items() if isinstance(value, (int, float))}
+def _numbers(result: Mapping[str, object]) -> dict[str, float]:
+    return {key: float(value) for key, value in result.items() if isinstance(value, (int, float))}

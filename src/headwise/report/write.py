@@ -58,18 +58,8 @@ def own_tables(source: Source) -> list[Table]:
 
 def paper_tables(source: Source) -> list[Table]:
     """Tables 1 to 10, in order."""
-    return [
-        papertables.cross_scale(source),
-        papertables.recovery_counts(source),
-        losses.disjoint_perplexity(source),
-        papertables.arms_side_by_side(source),
-        drifttables.outside_drift(source),
-        drifttables.watched_drift(source),
-        drifttables.columns_over_steps(source),
-        drifttables.column_heads(source),
-        losses.perplexities(source),
-        papertables.slopes(source),
-    ]
+    makers = (*papertables.TABLES, *losses.TABLES, *drifttables.TABLES)
+    return sorted((make(source) for make in makers), key=lambda table: table.number)
 
 
 def published_figures(out: Path) -> list[Path]:

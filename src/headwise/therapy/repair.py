@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from headwise.diagnosis.diagnose import diagnose
 from headwise.models.loaded_model import LoadedModel, takes_model
@@ -40,7 +39,7 @@ def repair(
     tracker: str | None = None,
     keep: TextSet | Sequence[str] | None = None,
     bos: bool | None = None,
-    changes: Mapping[str, Any] | None = None,
+    changes: Mapping[str, float] | None = None,
     progress: Progress = silent,
 ) -> RepairRun:
     """Repair in one mode and write `out/`; the model is left as it was, the result is the patch.
@@ -88,7 +87,7 @@ def cut_corpus(
     corpus: TextSet | Corpus | Sequence[str] | None,
     recipe: Recipe | None,
     treatment: str | None,
-    changes: Mapping[str, Any],
+    changes: Mapping[str, float],
     excluded: Sequence[str] = (),
 ) -> tuple[Corpus, Recipe]:
     """The corpus in blocks, and the recipe that fits it if none is given."""

@@ -258,3 +258,6 @@ def cascade(source: Source, condition: Condition) -> list[tuple[int, int, int]]:
         drifting = (np.abs(mass - start) > DRIFT) & zones.movable
         counts.append((step, int(drifting.sum()), int((drifting & ~zones.operated).sum())))
     return counts
+
+
+TABLES = (outside_drift, watched_drift, columns_over_steps, column_heads)

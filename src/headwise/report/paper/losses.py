@@ -141,3 +141,6 @@ def _printed_perplexities() -> list[list[Entry]]:
         ["BLOOM-1b7 band only", PAPER, stock, None, band, None, None, None, 27.52],
         ["BLOOM-1b7 band + H5", PAPER, stock, operated, best, 42, last, 140, None],
     ]
+
+
+TABLES = (disjoint_perplexity, perplexities)

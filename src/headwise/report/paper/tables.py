@@ -290,3 +290,6 @@ def slopes(source: Source) -> Table:
         notes=(note, *paper.NOTES[10]),
         missing=f"No ALiBi slopes in this model ({positions}).",
     )
+
+
+TABLES = (cross_scale, recovery_counts, arms_side_by_side, slopes)

@@ -7,8 +7,6 @@ checked against the paper's code, its own figures or arithmetic.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from headwise.artefacts import read_json
@@ -300,13 +298,13 @@ def stock_masses() -> dict[str, np.ndarray]:
 def epoch3_changes() -> dict[str, np.ndarray]:
     """Digitised changes after pass 1, epoch 3, by corpus, clipped at 0.4."""
     names = {"cur": "curated", "wiki3": "Wikipedia", "c4": "C4"}
-    body: dict[str, Any] = read_json(BLOOM / "bloom_1b7_delta_e3.json")
+    body = read_json(BLOOM / "bloom_1b7_delta_e3.json")
     return {names[key]: np.array(rows, dtype=float) for key, rows in body.items()}
 
 
 def operated_1b7() -> np.ndarray:
     """The 108 heads that pass 1 operated on, as a mask."""
-    body: dict[str, Any] = read_json(BLOOM / "bloom_1b7_operated_heads_after_e3.json")
+    body = read_json(BLOOM / "bloom_1b7_operated_heads_after_e3.json")
     mask = np.zeros((24, 16), dtype=bool)
     for name in body["curated_e3"]:
         layer, head = name[1:].split("H")
