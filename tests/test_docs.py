@@ -25,7 +25,7 @@ SMALLER = {
     "repair": ["--steps", "2"],
     "evaluate": ["--texts", "few.jsonl", "--max-length", "64", "--heads", "L4H6-7"],
     "complete": ["--new-tokens", "2"],
-    "capture": ["--max-length", "64", "--layers", "4"],
+    "capture": ["--max-length", "64", "--layers", "4", "--buckets", "uniform:16"],
     "plasticity": ["--no-figures"],
     "study": ["--dry-run"],
 }

@@ -101,7 +101,7 @@ def save_unknown(folder):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
-        "codegen", vocab_size=400, n_embd=32, n_layer=1, n_head=4, rotary_dim=4, n_positions=64
+        "rwkv", vocab_size=400, hidden_size=32, attention_hidden_size=32, num_hidden_layers=2
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
@@ -110,7 +110,7 @@ DAMAGE = {
     "an unknown architecture": (
         save_unknown,
         UnknownArchitectureError,
-        "no head layout is known for model_type='codegen'",
+        "model_type='rwkv'",
     ),
     "no tokenizer": (remove_tokenizer, ModelError, "no tokenizer could be loaded"),
     "weights cut off": (cut_weights, ModelError, "the weight file is damaged or cut off"),
@@ -272,7 +272,7 @@ def test_bad_texts_are_refused_on_the_command_line(model_dir, tmp_path, text, me
     [
         (("q_proj", "v_proj", "k_proj"), "noise in the k weights of L0H0 changed its layer's v"),
         (("k_proj", "k_proj", "v_proj"), "does not fit this model"),
-        (("q_proj", "k_proj", "w_proj"), "does not fit this model"),
+        (("q_proj", "k_proj", "w_proj"), "fits no layer of this model"),
     ],
 )
 def test_a_wrong_row_fails_the_check(model_dir, monkeypatch, projections, message):

@@ -104,9 +104,9 @@ def test_a_second_pass_counts_the_heads_of_the_first_as_operated(study):
     source = read_source(study)
     first, second = (c for c in source.runs if c.arm == "surgery" and c.seed == 0)
     assert (second.number, second.last, first.last) == (2, True, False)
-    operated = second.zone("operated")
-    assert (operated >= first.zone("operated")).all()
-    assert operated.sum() > first.zone("operated").sum()
+    operated = second.zones.operated
+    assert (operated >= first.zones.operated).all()
+    assert operated.sum() > first.zones.operated.sum()
     effects = next(f for f in judge(source).findings if f.title == "Side effects")
     assert "0 healed untreated" in effects.text
 
@@ -140,9 +140,9 @@ def test_the_cross_scale_rows_are_those_of_the_survey(tables):
 
     survey = survey_of([*published_diagnoses(), diagnosis_of(stock_mass())])
     for ours, told in zip(rows_of(tables[1]), survey.rows, strict=True):
-        assert ours["sick heads"] == told["sick"]
-        assert ours["layers sick in band, lowest"] == pytest.approx(told["band_layer_share_min"])
-        assert ours["slope ~ sick (Spearman)"] == pytest.approx(told["spearman_slope_sick_share"])
+        assert ours["sick heads"] == told.sick
+        assert ours["layers sick in band, lowest"] == pytest.approx(told.band_layer_share_min)
+        assert ours["slope ~ sick (Spearman)"] == pytest.approx(told.spearman_slope_sick_share)
 
 
 def test_the_verdict_says_plainly_that_plain_training_did_better(study):
@@ -168,14 +168,26 @@ def test_the_verdict_says_plainly_that_plain_training_did_better(study):
 )
 def test_the_headline_follows_the_intervals(study, change, gap, words):
     source = read_source(study)
-    keys = ("value", "low", "high")
-    for text in source.summary["against_stock"]["surgery"].values():
-        text |= dict(zip(keys, change, strict=True))
-    for name, entry in source.summary["between_arms"].items():
-        if name.startswith("surgery - "):
-            numbers = gap if name.endswith("gradient-only") else (-1.0, -2.0, -0.5)
-            entry["heldout"] |= dict(zip(keys, numbers, strict=True))
-    assert words in judge(source).headline
+    summary = source.summary
+    surgery = {text: told(d, change) for text, d in summary.against_stock["surgery"].items()}
+    between = {
+        name: {**found, "heldout": told(found["heldout"], gap_of(name, gap))}
+        if name.startswith("surgery - ")
+        else found
+        for name, found in summary.between_arms.items()
+    }
+    against = {**summary.against_stock, "surgery": surgery}
+    changed = replace(summary, against_stock=against, between_arms=between)
+    assert words in judge(replace(source, summary=changed)).headline
+
+
+def told(difference, numbers):
+    value, low, high = numbers
+    return replace(difference, value=value, low=low, high=high)
+
+
+def gap_of(name, gap):
+    return gap if name.endswith("gradient-only") else (-1.0, -2.0, -0.5)
 
 
 def test_the_page_is_self_contained_and_escapes_every_text(study, tmp_path, no_figures):
@@ -270,7 +282,7 @@ def test_a_single_run_has_a_report(study, tmp_path, no_figures):
     assert "Gradient-only made the model better; no control says why." in page
     source = read_source(run)
     stock = read_source(study).stock
-    assert source.stock.diagnosis["classes"] == stock.diagnosis["classes"]
+    assert source.stock.diagnosis.classes == stock.diagnosis.classes
     assert source.stock.maps["first_token_mass"] == pytest.approx(stock.maps["first_token_mass"])
     paired = read(run / "comparison.json")["losses"]["heldout"]["difference"]
     assert against_stock(source, "gradient-only") == interval_of(paired)

@@ -12,9 +12,15 @@ from headwise.models.patch import Patch
 
 
 def apply_patches(
-    loaded: LoadedModel, patches: Sequence[Patch], out: Path, *, undo: bool, force: bool
+    loaded: LoadedModel,
+    patches: Sequence[Patch],
+    out: Path | str,
+    *,
+    undo: bool = False,
+    force: bool = False,
 ) -> Path:
     """Merge patches in order (or undo them in reverse) and save an ordinary model directory."""
+    out = Path(out)
     for patch in reversed(patches) if undo else patches:
         (patch.undo if undo else patch.apply)(loaded.model, force=force)
     if out.exists() and any(out.iterdir()):

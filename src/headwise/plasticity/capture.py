@@ -71,7 +71,7 @@ def capture(
     loaded: LoadedModel,
     texts: TextSet | Sequence[str] | None = None,
     *,
-    out: Path,
+    out: Path | str,
     patches: Sequence[Patch | Path] = (),
     heads: Sequence[Head] | None = None,
     settings: CaptureSettings | None = None,

@@ -69,7 +69,7 @@ class Plasticity:
 def measure_plasticity(
     source: Path | str | PlasticitySettings,
     *,
-    out: Path,
+    out: Path | str,
     resume: bool = False,
     progress: Progress = silent,
     **options: Any,

@@ -25,8 +25,8 @@ __all__ = ["paper_tables", "published_figures", "write_report"]
 
 
 def write_report(
-    source: Path,
-    out: Path,
+    source: Path | str,
+    out: Path | str,
     *,
     before: Path | None = None,
     after: Path | None = None,

@@ -79,8 +79,9 @@ class StudySetting:
         return self.loaded.length(self.study.max_length)
 
 
-def run_study(study: Study, *, out: Path, progress: Progress = silent) -> Path:
+def run_study(study: Study, *, out: Path | str, progress: Progress = silent) -> Path:
     """Run, or go on with, a study; returns its folder."""
+    out = Path(out)
     _require_same(study, out)
     sweep(out)
     loaded = load_model(study.model, dtype=study.dtype, device_map=study.device_map, bos=study.bos)

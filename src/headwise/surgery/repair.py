@@ -71,7 +71,7 @@ def repair(
     corpus: TextSet | Corpus | Sequence[str] | None = None,
     recipe: Recipe | None = None,
     *,
-    out: Path,
+    out: Path | str,
     mode: Mode = "surgery",
     seed: int = 0,
     resume: bool = False,

@@ -28,7 +28,7 @@ def repair(
     corpus: TextSet | Corpus | Sequence[str] | None = None,
     recipe: Recipe | None = None,
     *,
-    out: Path,
+    out: Path | str,
     mode: Mode = "surgery",
     treatment: str | None = None,
     dose: float | None = None,
@@ -59,7 +59,7 @@ def repair(
         require_treated_mode(mode)
         return repair_automatically(
             *work,
-            out=out,
+            out=Path(out),
             seed=seed,
             resume=resume,
             force=force,
@@ -69,7 +69,7 @@ def repair(
         ).run
     return repair_heads(
         *work,
-        out=out,
+        out=Path(out),
         mode=mode,
         treatment=treatment,
         dose=dose,
