@@ -17,7 +17,7 @@ from test_docs import README, SMALLER, blocks, commands
 EXTRA = {
     **SMALLER,
     "evaluate": ["--texts", "held.jsonl", "--heads", "L0H1"],
-    "capture": ["--max-length", "64"],
+    "capture": ["--max-length", "64", "--buckets", "uniform:8"],
 }
 FIRST = ("diagnose", "repair", "evaluate", "complete", "capture")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from headwise.artefacts import write_text
 from headwise.intervals import Interval
 
-OURS, PAPER = "this study", "paper"
+OURS, PAPER, RECOUNTED = "this study", "paper", "published map, recounted"
 PPL, LOSS, SHARE = ".4g", "+.4f", ".1%"  # formats of numbers
 
 
@@ -61,6 +61,10 @@ class Table:
     def is_paper(self, row: Sequence[Entry]) -> bool:
         """Whether a row was printed in the paper."""
         return PAPER in row
+
+    def is_ours(self, row: Sequence[Entry]) -> bool:
+        """Whether a row is of this source: neither printed nor counted in a published map."""
+        return PAPER not in row and RECOUNTED not in row
 
     def numeric(self, index: int) -> bool:
         """Whether a column holds numbers only."""

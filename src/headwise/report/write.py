@@ -50,7 +50,7 @@ def write_report(
 def own_tables(source: Source) -> list[Table]:
     """The tables without the paper's rows and notes, those with something of this source."""
     kept = [
-        replace(table, rows=tuple(row for row in table.rows if not table.is_paper(row)), notes=())
+        replace(table, rows=tuple(row for row in table.rows if table.is_ours(row)), notes=())
         for table in paper_tables(source)
     ]
     return [table for table in kept if table.rows]

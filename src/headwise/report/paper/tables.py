@@ -20,6 +20,7 @@ from headwise.report.source import MASS, Condition, Source
 from headwise.report.tables import (
     OURS,
     PAPER,
+    RECOUNTED,
     Entry,
     Table,
     columns_of,
@@ -42,7 +43,7 @@ def cross_scale(source: Source) -> Table:
         rows.append(
             [
                 f"BLOOM-{name}",
-                "published map, recounted",
+                RECOUNTED,
                 None,
                 *_cross_scale_row(mass > 0.5, slopes),
                 printed[2],
