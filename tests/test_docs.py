@@ -73,6 +73,7 @@ def run(words: list[str]) -> None:
     assert done.exit_code == 0, f"{shlex.join(words)}\n{done.output}\n{done.exception!r}"
 
 
+@pytest.mark.slow  # minutes: make test-slow
 def test_the_story_in_commands_runs_on_the_patient(desk):
     story = next(text for text in blocks(README, "sh") if "headwise diagnose" in text)
     found = [quick(words) for words in commands(story)]

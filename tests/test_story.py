@@ -49,6 +49,7 @@ def write_texts(path, texts):
     path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
 
 
+@pytest.mark.slow  # minutes: make test-slow
 def test_a_strangers_gpt2_goes_through_the_readme_without_a_false_success(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = saved(sick_gpt2(), tmp_path / "stranger" / "hf")
