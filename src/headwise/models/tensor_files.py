@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -28,7 +28,7 @@ def write_safetensors(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # data stays aligned
 
-    def write(file: IO[bytes]) -> None:
+    def write(file: Any) -> None:
         file.write(len(text).to_bytes(8, "little") + text)
         file.write(memoryview(raw)[8 + size :])
 
