@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from headwise.diagnosis.survey import survey as survey_of
@@ -22,6 +23,8 @@ from headwise.report.paper.losses import against_stock
 from headwise.report.source import read_source
 from headwise.report.tables import Column, make_table, to_csv, to_markdown
 from headwise.report.verdict import judge
+from headwise.watch.film import Film, WatchSettings, append_reading
+from headwise.watch.trend import RULES
 from reportstudy import EVIL, build_study, diagnosis_of, stock_mass
 
 
@@ -334,3 +337,41 @@ def test_tables_and_page_are_made_without_torch(study, tmp_path):
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(study), str(tmp_path)], check=True, timeout=120)
+
+
+def film_in(folder):
+    """A film of ten readings in which one head collapses, is called and becomes sick."""
+    settings = WatchSettings(diagnosis_of(stock_mass()).model, rules=RULES)
+    film = Film(settings)
+    settings.save(folder)
+    for place in range(10):
+        mass = np.full((8, 8), 0.05)
+        mass[2, 5] = 1 / (1 + np.exp(3 - 0.4 * place - 0.01 * np.sin(place)))
+        maps = {"first_token_mass": mass, "entropy": 3 - mass, "output_norm": 1 + mass}
+        maps |= {"max_logit": 5 + mass, "sink_rate": (mass > 0.3).astype(float)}
+        reading = film.judged(settings.reading(10 * place, maps))
+        film = film.with_reading(reading)
+        append_reading(folder, reading)
+    return film
+
+
+def test_a_film_has_a_page_with_its_steps_measures_and_alarms(tmp_path, no_figures):
+    film = film_in(tmp_path / "watch")
+    assert [alarm.head for alarm in film.alarms] == ["L2H5"]
+    page = report.write_report(tmp_path / "watch", tmp_path / "report").read_text()
+    found = re.search(r'id="data">(.*?)</script>', page, re.DOTALL)
+    (condition,) = json.loads(found[1])["conditions"]
+    assert condition["steps"] == list(range(0, 100, 10))
+    assert set(condition["film"]) == {
+        "first_token_mass",
+        "entropy",
+        "output_norm",
+        "max_logit",
+        "sink_rate",
+    }
+    assert condition["film"]["entropy"][9][2][5] == pytest.approx(
+        3 - film.trajectory("L2H5")[-1], abs=1e-4
+    )
+    assert condition["marks"] == [[film.alarms[0].step, "L2H5", "collapse"]]
+    assert "0 sick heads at step 0, 1 at 90; 1 alarms." in page
+    assert "L2H5 at step 80" in page

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headwise.artefacts import load_artefact, save_artefact
+from headwise.frames import frame
 from headwise.intervals import Interval
-from headwise.values import from_plain, plain_fields
+from headwise.values import from_plain, plain_fields, to_plain
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 THERAPY = "therapy.json"
 
@@ -53,6 +58,10 @@ class Therapy:
         if self.better:
             return f"{len(self.treatments)} heads treated, {told}: better, with 95% confidence"
         return f"{told}: not better with 95% confidence, so leaving the model alone is best"
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per comparison that was made: heads, dose, change, kept (needs pandas)."""
+        return frame([to_plain(row) for row in self.tried])
 
     def save(self, run: Path) -> Path:
         """Write `therapy.json` into a run directory."""
