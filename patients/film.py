@@ -44,8 +44,8 @@ def main() -> None:
     """Collapse, film, figures."""
     parser = argparse.ArgumentParser(description="Film a collapse of the patient's healthy heads.")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--steps", type=int, default=140)
+    parser.add_argument("--lr", type=float, default=3e-5)
     parser.add_argument("--batch", type=int, default=4, help="rows of a batch are cut to this")
     options = parser.parse_args()
     torch.set_num_threads(1)

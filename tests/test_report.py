@@ -11,9 +11,9 @@ import subprocess
 import sys
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
+from filmed import film_in
 from headwise.diagnosis.survey import survey as survey_of
 from headwise.errors import ArtefactError, HeadwiseError
 from headwise.intervals import Interval
@@ -23,8 +23,6 @@ from headwise.report.paper.losses import against_stock
 from headwise.report.source import read_source
 from headwise.report.tables import Column, make_table, to_csv, to_markdown
 from headwise.report.verdict import judge
-from headwise.watch.film import Film, WatchSettings, append_reading
-from headwise.watch.trend import RULES
 from reportstudy import EVIL, build_study, diagnosis_of, stock_mass
 
 
@@ -337,22 +335,6 @@ def test_tables_and_page_are_made_without_torch(study, tmp_path):
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(study), str(tmp_path)], check=True, timeout=120)
-
-
-def film_in(folder):
-    """A film of ten readings in which one head collapses, is called and becomes sick."""
-    settings = WatchSettings(diagnosis_of(stock_mass()).model, rules=RULES)
-    film = Film(settings)
-    settings.save(folder)
-    for place in range(10):
-        mass = np.full((8, 8), 0.05)
-        mass[2, 5] = 1 / (1 + np.exp(3 - 0.4 * place - 0.01 * np.sin(place)))
-        maps = {"first_token_mass": mass, "entropy": 3 - mass, "output_norm": 1 + mass}
-        maps |= {"max_logit": 5 + mass, "sink_rate": (mass > 0.3).astype(float)}
-        reading = film.judged(settings.reading(10 * place, maps))
-        film = film.with_reading(reading)
-        append_reading(folder, reading)
-    return film
 
 
 def test_a_film_has_a_page_with_its_steps_measures_and_alarms(tmp_path, no_figures):
