@@ -169,11 +169,13 @@ def compare(
     after: Annotated[Path, typer.Argument(help="The same after the operation.")],
     plan: Annotated[Path | None, typer.Option(help="plan.yaml: gives the zones.")] = None,
     run: Annotated[Path | None, typer.Option(help="Run directory: gives checkpoints.")] = None,
+    csv: Annotated[bool, typer.Option("--csv", help="Also comparison.csv, a row a head.")] = False,
     out: Out = Path("out/comparison"),
     seed: Seed = 0,
     quiet: Quiet = False,
 ) -> None:
     """What changed between two conditions: classes, drift by zone, columns, paired losses."""
+    from headwise.artefacts import write_text
     from headwise.cli.show import print_sheets
     from headwise.proof.compare import compare as run_comparison, read_snapshot
     from headwise.proof.trajectories import run_maps
@@ -190,7 +192,10 @@ def compare(
         seed=seed,
     )
     print_sheets(comparison_sheets(found), quiet)
-    wrote([found.save(out / "comparison.json")], quiet)
+    written = [found.save(out / "comparison.json")]
+    if csv:
+        written.append(write_text(out / "comparison.csv", found.to_csv()))
+    wrote(written, quiet)
     alarm(found.alarms, quiet)
 
 
