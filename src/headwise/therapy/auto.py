@@ -202,8 +202,8 @@ def _left_alone(
     patch = Patch({}, PatchInfo(base_model=settings.model, plan=plan.model_dump(mode="json")))
     found = state or RunState()
     if state is None:
-        found.write_rows(out)
+        found.write_rows(out, settings.identity)
     patch.save(out / PATCH)
     therapy.save(out)
-    replace(settings, finished=True, outcome="empty").save(out)
+    replace(settings, finished=True, outcome="empty", patch=patch.fingerprint()).save(out)
     return AutoRun(RepairRun(out, settings.mode, patch, found, "empty"), therapy)
