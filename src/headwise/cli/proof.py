@@ -34,10 +34,23 @@ from headwise.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headwise.plasticity.values import HeadFailure
     from headwise.proof.completed_texts import Completions
 
 AblatedHeads = Annotated[
     str | None, typer.Option(help="Heads to ablate one by one: a selection, `all` or `none`.")
+]
+
+
+MaxPairs = Annotated[
+    int | None, typer.Option(help="Sample a key bucket with more pairs; 200,000.", min=1)
+]
+
+
+MaxRows = Annotated[
+    int | None, typer.Option(help="Sample a head with more vectors; 50,000.", min=2)
 ]
 
 
@@ -277,12 +290,8 @@ def plasticity(
         str | None, typer.Option(help="seed, full, empirical or linear-diagonal")
     ] = None,
     pairs: Annotated[str | None, typer.Option(help="Key pairs a cell: all, or a number.")] = None,
-    max_pairs: Annotated[
-        int | None, typer.Option(help="Sample a key bucket with more pairs; 200,000.", min=1)
-    ] = None,
-    max_rows: Annotated[
-        int | None, typer.Option(help="Sample a head with more vectors; 50,000.", min=2)
-    ] = None,
+    max_pairs: MaxPairs = None,
+    max_rows: MaxRows = None,
     heads: Annotated[str | None, typer.Option(help="A selection such as L0-3H2.")] = None,
     workers: Annotated[
         int | None, typer.Option(help="Processes; default one a core.", min=1)
@@ -329,12 +338,16 @@ def plasticity(
         )
     if figures and found.heads:
         plasticity_figures(found, out)
-    console(quiet).print(plasticity_table(found))
-    console(quiet).print(found.caps, style="dim")
-    console(quiet).print(f"wrote tables, plasticity.json and figures in {out}", style="dim")
-    for failure in found.failures:
+    told = console(quiet)
+    told.print(plasticity_table(found))
+    told.print(f"{found.caps}\nwrote tables, plasticity.json and figures in {out}", style="dim")
+    _end_on_failures(found.failures)
+
+
+def _end_on_failures(failures: Sequence[HeadFailure]) -> None:
+    for failure in failures:
         typer.echo(
             f"headwise: L{failure.layer}H{failure.q_head} failed: {failure.reason}", err=True
         )
-    if found.failures:
+    if failures:
         raise typer.Exit(1)

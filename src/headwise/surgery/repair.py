@@ -127,15 +127,8 @@ def repair(
     patch.save(out / PATCH)
     outcome = _outcome(settings, state)
     alarms = _alarms(loaded, stock, unigram, state)
-    settings = replace(
-        settings,
-        finished=True,
-        patch=patch.fingerprint(),
-        outcome=outcome,
-        stock_loss=stock,
-        alarms=alarms,
-    )
-    settings.save(out)
+    ended = replace(settings, outcome=outcome, stock_loss=stock, alarms=alarms)
+    replace(ended, finished=True, patch=patch.fingerprint()).save(out)
     shutil.rmtree(out / PREFIX, ignore_errors=True)
     return RepairRun(out, mode, patch, state, outcome, stock, alarms)
 

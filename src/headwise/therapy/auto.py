@@ -21,8 +21,8 @@ from headwise.models.loaded_model import LoadedModel
 from headwise.models.patch import Patch
 from headwise.models.patch_info import PatchInfo
 from headwise.progress import Progress, silent, stage
+from headwise.proof.staged import document_order
 from headwise.settings import changed
-from headwise.staged import document_order
 from headwise.surgery.operation import require_planned_model
 from headwise.surgery.plan import SurgeryPlan
 from headwise.surgery.recipe import Recipe
