@@ -293,9 +293,7 @@ def plasticity(
     max_pairs: MaxPairs = None,
     max_rows: MaxRows = None,
     heads: Annotated[str | None, typer.Option(help="A selection such as L0-3H2.")] = None,
-    workers: Annotated[
-        int | None, typer.Option(help="Processes; default one a core.", min=1)
-    ] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes; all cores.", min=1)] = None,
     backend: Annotated[str | None, typer.Option(help="joblib or dask")] = None,
     scheduler: Annotated[str | None, typer.Option(help="Address of a Dask scheduler.")] = None,
     legacy_columns: Annotated[
@@ -338,9 +336,9 @@ def plasticity(
         )
     if figures and found.heads:
         plasticity_figures(found, out)
-    told = console(quiet)
-    told.print(plasticity_table(found))
-    told.print(f"{found.caps}\nwrote tables, plasticity.json and figures in {out}", style="dim")
+    console(quiet).print(plasticity_table(found))
+    told = f"{found.caps}\nwrote tables, plasticity.json and figures in {out}"
+    console(quiet).print(told, style="dim")
     _end_on_failures(found.failures)
 
 
