@@ -275,7 +275,8 @@ def _require_finite(measured: Measured, layers: tuple[int, ...]) -> None:
             text, row, head = (int(i) for i in bad[0])
             raise ModelError(
                 f"{name} of {Head(layers[row], head)} on text {text} is not a finite number",
-                fix="the model overflows on this text: try --dtype float32",
+                fix="the model overflows on this text (try --dtype float32), or the text is\n"
+                "nothing but padding (leave it out)",
             )
 
 

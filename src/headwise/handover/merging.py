@@ -9,10 +9,12 @@ there, so that undoing gives back the same files. Any other model is saved by tr
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from safetensors import SafetensorError
 from transformers.utils.hub import cached_file
 
 from headwise.errors import ModelError
@@ -33,20 +35,35 @@ def apply_patches(
 ) -> Path:
     """Merge patches in order (or undo them in reverse) and save an ordinary model directory."""
     out, ordered = Path(out), list(reversed(patches) if undo else patches)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ModelError(
+            "the output folder is a file, or not empty", where=out, fix="choose another --out"
+        )
     for patch in ordered:
         (patch.undo if undo else patch.apply)(loaded.model, force=force)
-    if out.exists() and any(out.iterdir()):
-        raise ModelError("the output folder is not empty", where=out, fix="choose another --out")
-    base = folder_of(loaded.id)
+    staging = out.with_name(f".{out.name}.tmp")
     try:
-        if base is None or not (
-            merge_files(base, ordered, out, undo=undo) and holds(out, loaded.model)
-        ):
-            shutil.rmtree(out, ignore_errors=True)
-            _saved(loaded, out)
-    except OSError as error:
-        raise ModelError(f"cannot write the model ({error})", where=out) from None
+        shutil.rmtree(staging, ignore_errors=True)
+        _write(loaded, ordered, staging, undo)
+        os.replace(staging, out)  # noqa: PTH105 - only this takes the place of an empty folder
+    except (OSError, SafetensorError) as error:  # safetensors tells a full disk in its own words
+        raise ModelError(
+            f"cannot write the model ({error})",
+            where=out,
+            fix="free disk space or choose a writable --out; nothing was left behind",
+        ) from None
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
     return out
+
+
+def _write(loaded: LoadedModel, patches: Sequence[Patch], out: Path, undo: bool) -> None:
+    """The base's own files with the changed bytes, or what transformers makes of the model."""
+    base = folder_of(loaded.id)
+    if base and merge_files(base, patches, out, undo=undo) and holds(out, loaded.model):
+        return
+    shutil.rmtree(out, ignore_errors=True)
+    _saved(loaded, out)
 
 
 def _saved(loaded: LoadedModel, out: Path) -> None:

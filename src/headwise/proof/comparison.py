@@ -63,6 +63,7 @@ class ComparisonProvenance:
     settings: ComparisonSettings
     before: Provenance
     after: Provenance
+    identity: str = ""  # of the two evaluations that were compared
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from headwise.alarms import Alarm, joined
-from headwise.artefacts import load_artefact
+from headwise.checksums import require_run
 from headwise.diagnosis.values import Diagnosis, classify
 from headwise.errors import ArtefactError
 from headwise.intervals import Interval
@@ -26,12 +26,11 @@ from headwise.proof.completed_texts import Completions
 from headwise.proof.evaluation import DocumentLosses, Evaluation
 from headwise.proof.trajectories import run_maps
 from headwise.proof.zones import Map, Mask, Zones, zones_of
-from headwise.settings import validated
-from headwise.studies.study import Study
+from headwise.studies.study import started_study
 from headwise.studies.summary import StudySummary
 from headwise.surgery.plan import join_plans, plans_of
-from headwise.surgery.run_settings import RUN, RunSettings
-from headwise.surgery.run_state import TraceRow, TrainStep, Validation, read_trace
+from headwise.surgery.run_settings import RunSettings
+from headwise.surgery.run_state import RUN, TraceRow, TrainStep, Validation, read_trace
 from headwise.watch.film import FILM, Film
 
 MASS = "first_token_mass"
@@ -238,7 +237,7 @@ def _read_film(folder: Path) -> Source:
 
 def _read_study(folder: Path) -> Source:
     path = folder / "study.json"
-    study = validated(Study, load_artefact(path, "study")["study"], path)
+    study = started_study(path)
     runs: list[Condition] = []
     missing: list[str] = []
     for arm, seed in study.runs():
@@ -327,6 +326,9 @@ def _read_condition(
     folder: Path, *, arm: str, seed: int | None = None, number: int = 1, last: bool = True
 ) -> Condition:
     evaluation = _optional(folder / "evaluation.json", Evaluation.load)
+    run = RunSettings.load(folder) if (folder / RUN).exists() else None
+    if run is not None and evaluation is not None:
+        _require_of_run(evaluation, run, folder / "evaluation.json")
     diagnosis = _optional(folder / "diagnosis.json", Diagnosis.load)
     maps = run_maps(folder, folder.parent if number > 1 else folder)
     return Condition(
@@ -337,12 +339,19 @@ def _read_condition(
         diagnosis=diagnosis or (None if evaluation is None else evaluation.diagnosis),
         evaluation=evaluation,
         comparison=_optional(folder / "comparison.json", Comparison.load),
-        run=RunSettings.load(folder) if (folder / RUN).exists() else None,
+        run=run,
         trace=tuple(read_trace(folder)),
         steps=tuple((step, mass) for step, mass in maps if step >= 0),
         plasticity=find_plasticity(folder, *([folder.parent] if folder.name == "stock" else [])),
         before=next((mass for step, mass in maps if step < 0), None),
     )
+
+
+def _require_of_run(found: Evaluation, run: RunSettings, path: Path) -> None:
+    """Refuse an evaluation of another run's patch beside a run; older files do not say."""
+    told = found.patches[-1].sha256 if found.patches else None
+    if told is not None:
+        require_run(told, run.patch, path)
 
 
 def _completions(folder: Path) -> Completions | None:
