@@ -96,7 +96,12 @@ def test_the_readmes_python_runs(desk):
         exec(compile(text, "README.md", "exec"), {"__name__": "readme"})
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
+LONG = {"handover": pytest.mark.slow}  # a whole story of its own
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=LONG.get(page.stem, ()), id=page.stem) for page in PAGES]
+)
 def test_a_pages_commands_run(page, desk):
     for text in blocks(page, "python"):
         exec(compile(text, page.name, "exec"), {"__name__": page.stem})

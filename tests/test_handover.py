@@ -203,6 +203,16 @@ def test_a_comparison_is_also_a_csv(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_harness_reads_a_merged_directory(model_dir, tmp_path):
+    harness = pytest.importorskip("lm_eval.models.huggingface")
+    loaded = load_model(str(model_dir), bos=False)
+    merged = apply_patches(loaded, [patch_of(loaded.model, torch.zeros_like)], tmp_path / "merged")
+    wrapped = harness.HFLM(pretrained=str(merged), device="cpu", dtype="float32")
+    with torch.no_grad():
+        assert torch.equal(wrapped.model(IDS).logits, loaded.model(IDS).logits)
+
+
+@pytest.mark.slow
 def test_transformer_lens_reads_a_merged_directory(tokenizer, tmp_path):
     lens = pytest.importorskip("transformer_lens.model_bridge")
     base = folder_of(tiny_language_model("gpt2"), tokenizer, tmp_path / "base")

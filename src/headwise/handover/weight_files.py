@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,15 +88,20 @@ def merge_files(base: Path, patches: Sequence[Patch], out: Path, *, undo: bool) 
 
 def holds(folder: Path, model: PreTrainedModel) -> bool:
     """Whether the files are this model as it is in memory, where it may have been changed."""
-    names = parameter_shapes(model)
+    names = _by_key(parameter_shapes(model))
     for shard in folder.glob("*.safetensors"):
         with safe_open(str(shard), framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 - it is no dictionary
-                for name in (n for n in names if n == key or n.endswith(f".{key}")):
-                    ours = held_tensor(model, name).cpu()
-                    if not torch.equal(file.get_tensor(key).to(ours.dtype), ours):
-                        return False
+            for key in names.keys() & set(file.keys()):
+                ours = held_tensor(model, names[key]).cpu()
+                if not torch.equal(file.get_tensor(key).to(ours.dtype), ours):
+                    return False
     return True
+
+
+def _by_key(names: Iterable[str]) -> dict[str, str]:
+    """Parameters by what a file may call them: their name, with or without its first part."""
+    names = list(names)
+    return {name.partition(".")[2]: name for name in names} | {name: name for name in names}
 
 
 def _held(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -153,15 +158,14 @@ def _changed_tensors(
     """Tensors of the files before and after; None if one is not where or what it should be."""
     parts = [part for patch in patches for part in patch.slices.values()]
     wanted = {part.span.parameter for part in parts}
+    names = _by_key(wanted)
     found: dict[str, tuple[Tensor, Tensor]] = {}
     places: dict[str, str] = {}
     for shard in shards:
         with safe_open(str(shard), framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 - it is no dictionary
-                names = [n for n in wanted if n == key or n.endswith(f".{key}")]
-                if names:
-                    tensor = file.get_tensor(key)
-                    found[key], places[names[0]] = (tensor, tensor), key
+            for key in names.keys() & set(file.keys()):
+                tensor = file.get_tensor(key)
+                found[key], places[names[key]] = (tensor, tensor), key
     if set(places) != wanted:
         return None
     for part in parts:

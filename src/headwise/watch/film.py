@@ -218,7 +218,7 @@ def resumed_film(folder: Path, settings: WatchSettings, until: int) -> Film:
     path = folder / FILM
     whole = path.read_bytes()
     kept = whole[: whole.rfind(b"\n") + 1]
-    rows = [row for row in kept.splitlines(True) if json.loads(row)["step"] <= until]
+    rows = [row for row in kept.splitlines(True) if _step_of(row, path) <= until]
     if b"".join(rows) != whole:
         write_bytes(path, b"".join(rows))
     film = Film.load(folder)
@@ -229,6 +229,15 @@ def resumed_film(folder: Path, settings: WatchSettings, until: int) -> Film:
             fix="go on with the settings it began with, or choose another folder",
         )
     return film
+
+
+def _step_of(row: bytes, path: Path) -> int:
+    try:
+        return int(json.loads(row)["step"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ArtefactError(
+            f"a line of the film cannot be read ({error})", where=path, fix="choose another folder"
+        ) from None
 
 
 def _same_film(one: WatchSettings, other: WatchSettings) -> bool:

@@ -21,17 +21,15 @@ from headwise.watch.film import Reading
 PREFIX = "heads"
 HISTOGRAMS = ("first_token_mass", "entropy", "output_norm", "max_logit")
 _CELL = 16  # pixels of one head
+# cividis; loading matplotlib for it would cost more than many readings
+_RAMP = ((0, 34, 78), (59, 73, 108), (112, 113, 115), (165, 156, 116), (254, 232, 56))
 
 
 def head_picture(reading: Reading) -> UInt8[np.ndarray, "height width 3"]:
     """First-token mass of every head as an image: layer 0 at the bottom, bright is sick."""
-    import matplotlib as mpl
-
-    from headwise.drawing import MASS_COLOURS
-
-    mass = np.flipud(reading.maps["first_token_mass"])
-    colours = mpl.colormaps[MASS_COLOURS](np.clip(mass, 0, 1))[..., :3]
-    whole = np.kron((255 * colours).round(), np.ones((_CELL, _CELL, 1)))
+    mass = np.clip(np.flipud(reading.maps["first_token_mass"]), 0, 1) * (len(_RAMP) - 1)
+    channels = [np.interp(mass, range(len(_RAMP)), stops) for stops in zip(*_RAMP, strict=True)]
+    whole = np.kron(np.stack(channels, -1).round(), np.ones((_CELL, _CELL, 1)))
     return np.asarray(whole.astype(np.uint8))
 
 
