@@ -54,7 +54,8 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> Path:
 def sweep(folder: Path) -> None:
     """Remove the temporary files that a killed process left; only whoever resumes may call it."""
     for half_written in Path(folder).rglob(".*.tmp"):
-        half_written.unlink(missing_ok=True)
+        if half_written.is_file():  # a folder is a half-written model, which `apply` removes
+            half_written.unlink(missing_ok=True)
 
 
 def _umask() -> int:
@@ -109,6 +110,14 @@ def read_json(path: Path) -> dict[str, Any]:
     check_text(text, path)
     value.pop(CHECKSUM, None)
     return value
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is such a file or folder; a name that no disk can hold is none."""
+    try:
+        return Path(path).exists()
+    except OSError:
+        return False
 
 
 def read_text(path: Path) -> str:

@@ -30,7 +30,7 @@ KILLS_A_RUN = 4
 TRACEBACK = "traceback.txt"
 PATIENCE = 300  # seconds after which a run counts as hung
 # a study loads models, plasticity starts interpreters: ten times the cost of the others
-ROUNDS = {"study": 3, "plasticity": 3, "repair --treatment auto": 10}
+ROUNDS = {"study": 2, "plasticity": 1, "repair --treatment auto": 4}
 FAULTS = ("SIGTERM", "full disk", "two writers", "read-only folder", "a file for a folder")
 
 

@@ -34,6 +34,7 @@ from headwise.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from headwise.plasticity.run import Plasticity
     from headwise.proof.completed_texts import Completions
 
 AblatedHeads = Annotated[
@@ -295,8 +296,6 @@ def plasticity(
 ) -> None:
     """Measure how easily each head's preference between two keys changes as queries move on."""
     from headwise.cli.progress_bar import progress_bars
-    from headwise.cli.show import console, plasticity_table
-    from headwise.plasticity.figures import plasticity_figures
     from headwise.plasticity.run import measure_plasticity
 
     if (folder is None) == (config is None):
@@ -323,7 +322,16 @@ def plasticity(
             **{key: value for key, value in given.items() if value is not None},
         )
     if figures and found.heads:
+        from headwise.plasticity.figures import plasticity_figures
+
         plasticity_figures(found, out)
+    _tell(found, out, quiet)
+
+
+def _tell(found: Plasticity, out: Path, quiet: bool) -> None:
+    """The table, what was sampled, the files and the heads that failed (exit code 1)."""
+    from headwise.cli.show import console, plasticity_table
+
     console(quiet).print(plasticity_table(found))
     console(quiet).print(found.caps, style="dim")
     console(quiet).print(f"wrote tables, plasticity.json and figures in {out}", style="dim")

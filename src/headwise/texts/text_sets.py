@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headwise.artefacts import content_hash
+from headwise.artefacts import content_hash, is_there
 from headwise.bundled import DATA
 from headwise.errors import TextError
 from headwise.models.patient import PATIENTS, patient_texts
 from headwise.provenance import TextInfo
 
-_LONGEST_NAME = 255  # bytes of a file's name on every common disk
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
 
 
@@ -86,12 +85,10 @@ def read_texts(sources: Sequence[str], *, lines: bool = False) -> TextSet:
     texts: list[str] = []
     for source in sources:
         path = Path(source)
-        if "\0" in source or len(path.name) > _LONGEST_NAME:
-            raise TextError("no such file or folder", where=source[:80], fix="check the path")
-        if path.is_dir():
+        if is_there(path) and path.is_dir():
             files = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
             texts += [text for file in files for text in _read_file(file, lines)]
-        elif path.is_file():
+        elif is_there(path):
             texts += _read_file(path, lines)
         else:
             texts += _read_hub(source)
