@@ -42,6 +42,16 @@ AblatedHeads = Annotated[
 ]
 
 
+MaxPairs = Annotated[
+    int | None, typer.Option(help="Sample a key bucket with more pairs; 200,000.", min=1)
+]
+
+
+MaxRows = Annotated[
+    int | None, typer.Option(help="Sample a head with more vectors; 50,000.", min=2)
+]
+
+
 Tasks = Annotated[list[str] | None, typer.Option(help="lm-evaluation-harness tasks as well.")]
 
 
@@ -273,12 +283,8 @@ def plasticity(
         str | None, typer.Option(help="seed, full, empirical or linear-diagonal")
     ] = None,
     pairs: Annotated[str | None, typer.Option(help="Key pairs a cell: all, or a number.")] = None,
-    max_pairs: Annotated[
-        int | None, typer.Option(help="Sample a key bucket with more pairs; 200,000.", min=1)
-    ] = None,
-    max_rows: Annotated[
-        int | None, typer.Option(help="Sample a head with more vectors; 50,000.", min=2)
-    ] = None,
+    max_pairs: MaxPairs = None,
+    max_rows: MaxRows = None,
     heads: Annotated[str | None, typer.Option(help="A selection such as L0-3H2.")] = None,
     workers: Annotated[
         int | None, typer.Option(help="Processes; default one a core.", min=1)
