@@ -150,7 +150,7 @@ def _killed_run(tally, name, work, out, whole, chance):
     expected, seconds = whole
     kills = 0
     for _ in range(KILLS_A_RUN):
-        process = start(work, out, resume=(out / "run.json").exists() or kills > 0)
+        process = start(work, out, resume=out.exists())
         time.sleep(chance.random() * seconds)
         os.kill(process, signal.SIGKILL)
         code = wait(process)

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headwise.artefacts import sweep, versions, write_text
-from headwise.checksums import file_checksum
 from headwise.errors import ArtefactError, SelectionError
 from headwise.forward.guard import guard
 from headwise.forward.tap import Sight, tapped
 from headwise.heads import Head, all_heads
-from headwise.locks import one_writer
+from headwise.integrity.checksums import file_checksum
+from headwise.integrity.locks import one_writer
 from headwise.models.architectures import (
     architecture_of,
     attention_of,

@@ -24,9 +24,9 @@ import pyarrow.parquet as pq
 from jaxtyping import Bool, Float, Float32, Int, Int64
 
 from headwise.artefacts import is_there
-from headwise.checksums import file_checksum, require_same
 from headwise.errors import ArtefactError, SettingsError
 from headwise.heads import Head
+from headwise.integrity.checksums import file_checksum, require_same
 from headwise.plasticity.capture_info import FILE as CAPTURE, CaptureInfo
 
 FILE = "data.parquet"

@@ -84,11 +84,16 @@ def _base_of(name: str, base: object, seen: tuple[str, ...]) -> dict[str, Any]:
             where=name,
             fix=f"name one of {', '.join(RECIPES)}, or another .yaml file",
         )
-    return recipe_named(base, (*seen, name)).model_dump()
+    return _recipe_named(base, (*seen, name)).model_dump()
 
 
-def recipe_named(name: str, seen: tuple[str, ...] = ()) -> Recipe:
-    """A bundled recipe by name, or one from a YAML file; `seen` are those that build on it."""
+def recipe_named(name: str) -> Recipe:
+    """A bundled recipe by name, or one from a YAML file."""
+    return _recipe_named(name, ())
+
+
+def _recipe_named(name: str, seen: tuple[str, ...]) -> Recipe:
+    """The same; `seen` are the recipes that build on it."""
     if name in RECIPES:
         return RECIPES[name]
     if Path(name).suffix in (".yaml", ".yml"):

@@ -128,10 +128,10 @@ def _decoded(path: Path) -> str:
 
 def _read_jsonl(path: Path) -> list[str]:
     lines = enumerate(_decoded(path).split("\n"), 1)  # a JSON text may hold U+2028 and its like
-    return [_line_text(line, f"line {n} of {path}") for n, line in lines if line.strip()]
+    return [_line_text(line, n, path) for n, line in lines if line.strip()]
 
 
-def _line_text(line: str, where: str) -> str:
+def _line_text(line: str, number: int, path: Path) -> str:
     """The `text` of one line of JSON; anything but a text that can be written is told."""
     try:
         text = json.loads(line)["text"]
@@ -141,8 +141,8 @@ def _line_text(line: str, where: str) -> str:
         return text
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise TextError(
-            f"not a JSON object with a `text` field ({str(error)[:200]})",
-            where=where,
+            f"line {number} is not a JSON object with a `text` field ({str(error)[:200]})",
+            where=path,
             fix='one object a line: {"text": "..."}',
         ) from None
 
