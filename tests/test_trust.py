@@ -28,12 +28,12 @@ from headwise.errors import (
     SettingsError,
     TextError,
 )
+from headwise.handover.merging import apply_patches
 from headwise.heads import Head, select_heads
 from headwise.integrity.checksums import check_text, sealed_text
 from headwise.integrity.locks import LOCK, one_writer
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.loading import load_model
-from headwise.models.merging import apply_patches
 from headwise.models.patch import Patch, Slice
 from headwise.models.slices import Span, head_spans
 from headwise.models.tensor_files import read_safetensors, write_safetensors

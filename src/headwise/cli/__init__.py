@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import sys
 
-from headwise.cli import heads, proof, repair, study, triage  # noqa: F401 - they register verbs
+from headwise.cli import handover, heads, proof, repair, study, triage, watch  # noqa: F401 - they register verbs
 from headwise.cli.app import app
 from headwise.errors import HeadwiseError
 

@@ -34,7 +34,9 @@ from headwise.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from headwise.plasticity.run import Plasticity
+    from collections.abc import Sequence
+
+    from headwise.plasticity.values import HeadFailure
     from headwise.proof.completed_texts import Completions
 
 AblatedHeads = Annotated[
@@ -180,11 +182,13 @@ def compare(
     after: Annotated[Path, typer.Argument(help="The same after the operation.")],
     plan: Annotated[Path | None, typer.Option(help="plan.yaml: gives the zones.")] = None,
     run: Annotated[Path | None, typer.Option(help="Run directory: gives checkpoints.")] = None,
+    csv: Annotated[bool, typer.Option("--csv", help="Also comparison.csv, a row a head.")] = False,
     out: Out = Path("out/comparison"),
     seed: Seed = 0,
     quiet: Quiet = False,
 ) -> None:
     """What changed between two conditions: classes, drift by zone, columns, paired losses."""
+    from headwise.artefacts import write_text
     from headwise.cli.show import print_sheets
     from headwise.proof.compare import compare as run_comparison, read_snapshot
     from headwise.proof.trajectories import run_maps
@@ -201,7 +205,10 @@ def compare(
         seed=seed,
     )
     print_sheets(comparison_sheets(found), quiet)
-    wrote([found.save(out / "comparison.json")], quiet)
+    written = [found.save(out / "comparison.json")]
+    if csv:
+        written.append(write_text(out / "comparison.csv", found.to_csv()))
+    wrote(written, quiet)
     alarm(found.alarms, quiet)
 
 
@@ -286,9 +293,7 @@ def plasticity(
     max_pairs: MaxPairs = None,
     max_rows: MaxRows = None,
     heads: Annotated[str | None, typer.Option(help="A selection such as L0-3H2.")] = None,
-    workers: Annotated[
-        int | None, typer.Option(help="Processes; default one a core.", min=1)
-    ] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes; all cores.", min=1)] = None,
     backend: Annotated[str | None, typer.Option(help="joblib or dask")] = None,
     scheduler: Annotated[str | None, typer.Option(help="Address of a Dask scheduler.")] = None,
     legacy_columns: Annotated[
@@ -302,6 +307,8 @@ def plasticity(
 ) -> None:
     """Measure how easily each head's preference between two keys changes as queries move on."""
     from headwise.cli.progress_bar import progress_bars
+    from headwise.cli.show import console, plasticity_table
+    from headwise.plasticity.figures import plasticity_figures
     from headwise.plasticity.run import measure_plasticity
 
     if (folder is None) == (config is None):
@@ -328,22 +335,17 @@ def plasticity(
             **{key: value for key, value in given.items() if value is not None},
         )
     if figures and found.heads:
-        from headwise.plasticity.figures import plasticity_figures
-
         plasticity_figures(found, out)
-    _tell(found, out, quiet)
-
-
-def _tell(found: Plasticity, out: Path, quiet: bool) -> None:
-    """The table, what was sampled, the files and the heads that failed (exit code 1)."""
-    from headwise.cli.show import console, plasticity_table
-
     console(quiet).print(plasticity_table(found))
-    console(quiet).print(found.caps, style="dim")
-    console(quiet).print(f"wrote tables, plasticity.json and figures in {out}", style="dim")
-    for failure in found.failures:
+    told = f"{found.caps}\nwrote tables, plasticity.json and figures in {out}"
+    console(quiet).print(told, style="dim")
+    _end_on_failures(found.failures)
+
+
+def _end_on_failures(failures: Sequence[HeadFailure]) -> None:
+    for failure in failures:
         typer.echo(
             f"headwise: L{failure.layer}H{failure.q_head} failed: {failure.reason}", err=True
         )
-    if found.failures:
+    if failures:
         raise typer.Exit(1)

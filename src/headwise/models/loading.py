@@ -53,10 +53,12 @@ def load_model(
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
     bos: bool | None = None,
+    tokenizer: str | None = None,
 ) -> LoadedModel:
     """Load a model and its tokenizer; float32 on CPU, bfloat16 on an accelerator by default.
 
-    `bos` says whether texts start with a BOS; without it that is decided here.
+    `bos` says whether texts start with a BOS; without it that is decided here. `tokenizer` is where
+    the tokenizer is, if not beside the weights.
     """
     path = patient_dir() if name in PATIENTS else Path(name)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
@@ -68,7 +70,7 @@ def load_model(
     elif not is_there(path) and (name.startswith((".", "/")) or name.count("/") > 1):
         raise ModelError("no such model directory", where=name, fix="check the path")
     with quietly():
-        tokenizer = _load_tokenizer(source, options)
+        words = _load_tokenizer(tokenizer or source, options)
         model = _load_weights(source, options, dtype, device_map, allow_pickle)
     _forget_quantization(model)
     architecture_of(model)
@@ -76,7 +78,7 @@ def load_model(
         Patch.load(empty_patch_path()).apply(model, force=True)  # in any precision
     require_finite(model)
     model.eval()
-    return LoadedModel(name, model, tokenizer, decide_first_token(model, tokenizer, bos))
+    return LoadedModel(name, model, words, decide_first_token(model, words, bos))
 
 
 def converted_gguf(path: Path) -> Path:

@@ -18,12 +18,13 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import joblib
 
 from headwise.artefacts import content_hash, sweep
 from headwise.errors import ArtefactError, HeadwiseError, SelectionError, SettingsError, TextError
+from headwise.frames import frame
 from headwise.heads import Head, select_heads
 from headwise.integrity.locks import one_writer
 from headwise.plasticity.head_group import HeadResult, analyse_group
@@ -43,6 +44,10 @@ from headwise.plasticity.tables import (
 )
 from headwise.plasticity.values import FILE, DistanceMap, HeadFailure, HeadRecord, KeptHead
 from headwise.progress import Progress, silent
+from headwise.values import to_plain
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = [
     "HeadFailure",
@@ -69,6 +74,10 @@ class Plasticity:
     distances: DistanceMap
     failures: tuple[HeadFailure, ...]
     files: tuple[Path, ...]
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per head, the columns of `head_metrics.csv` (needs pandas)."""
+        return frame([to_plain(row) for row in self.heads])
 
     @property
     def caps(self) -> str:

@@ -42,8 +42,8 @@ from headwise.proof.evaluation import (
     recovery_of,
 )
 from headwise.proof.perplexity import TextLosses, text_losses
+from headwise.proof.staged import discoveries, student_p
 from headwise.proof.usefulness import judge_heads
-from headwise.staged import discoveries, student_p
 from headwise.surgery.plan import operated_heads
 from headwise.texts.batches import DEFAULT_MAX_LENGTH, batches, encode_for
 from headwise.texts.text_sets import TextSet, default_texts, document_hash, read_texts

@@ -31,6 +31,7 @@ from headwise.studies.summary import StudySummary
 from headwise.surgery.plan import join_plans, plans_of
 from headwise.surgery.run_settings import RunSettings
 from headwise.surgery.run_state import RUN, TraceRow, TrainStep, Validation, read_trace
+from headwise.watch.film import FILM, Film
 
 MASS = "first_token_mass"
 Artefact = TypeVar("Artefact")
@@ -52,6 +53,7 @@ class Condition:
     steps: tuple[tuple[int, Map], ...] = field(default=(), repr=False)  # first-token mass by step
     plasticity: PlasticitySummary | None = field(default=None, repr=False)
     before: Map | None = field(default=None, repr=False)  # as `steps`, before the operation
+    film: Film | None = field(default=None, repr=False)  # of a training run that was watched
 
     @property
     def key(self) -> str:
@@ -128,7 +130,7 @@ class Source:
     """All that one folder holds."""
 
     folder: Path
-    kind: str  # study, run or measurement
+    kind: str  # study, run, film or measurement
     name: str
     stock: Condition | None
     runs: tuple[Condition, ...] = ()
@@ -209,14 +211,28 @@ def read_source(folder: Path, before: Path | None = None, after: Path | None = N
         return _read_study(folder)
     if (folder / RUN).exists():
         return _read_run(folder, before, after)
+    if (folder / FILM).exists():
+        return _read_film(folder)
     if any((folder / name).exists() for name in ("diagnosis.json", "evaluation.json")):
         stock = _read_condition(folder, arm="model")
         return Source(folder, "measurement", folder.name, stock, completions=_completions(folder))
     raise ArtefactError(
-        "nothing to report: no study.json, run.json, diagnosis.json or evaluation.json",
+        "nothing to report: no study.json, run.json, watch.jsonl, diagnosis.json or "
+        "evaluation.json",
         where=folder,
-        fix="pass the folder that `headwise study`, `repair`, `diagnose` or `evaluate` wrote",
+        fix="pass the folder that `headwise study`, `repair`, `watch`, `diagnose` or `evaluate` "
+        "wrote",
     )
+
+
+def _read_film(folder: Path) -> Source:
+    """A watched training run: its last reading is the condition, the film its steps."""
+    film = Film.load(folder)
+    if not film.readings:
+        raise ArtefactError("the film has no reading yet", where=folder, fix="let it train on")
+    steps = tuple((reading.step, reading.maps[MASS]) for reading in film.readings)
+    stock = Condition("training", diagnosis=film.diagnosis(), steps=steps, film=film)
+    return Source(folder, "film", folder.name, stock)
 
 
 def _read_study(folder: Path) -> Source:

@@ -84,16 +84,16 @@ def _base_of(name: str, base: object, seen: tuple[str, ...]) -> dict[str, Any]:
             where=name,
             fix=f"name one of {', '.join(RECIPES)}, or another .yaml file",
         )
-    return _recipe_named(base, (*seen, name)).model_dump()
+    return _recipe(base, (*seen, name)).model_dump()
 
 
 def recipe_named(name: str) -> Recipe:
     """A bundled recipe by name, or one from a YAML file."""
-    return _recipe_named(name, ())
+    return _recipe(name, ())
 
 
-def _recipe_named(name: str, seen: tuple[str, ...]) -> Recipe:
-    """The same; `seen` are the recipes that build on it."""
+def _recipe(name: str, seen: tuple[str, ...]) -> Recipe:
+    """The recipe that a name means; `seen` are those that build on it."""
     if name in RECIPES:
         return RECIPES[name]
     if Path(name).suffix in (".yaml", ".yml"):

@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
@@ -22,6 +23,7 @@ from headwise.alarms import Alarm, cure_alarms, joined, loss_alarms
 from headwise.diagnosis.mean_outputs import measure_means
 from headwise.errors import SelectionError, SettingsError
 from headwise.forward.guard import guard
+from headwise.frames import frame
 from headwise.models.architectures import device_of
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.patch import Patch, Slice
@@ -45,6 +47,9 @@ from headwise.texts.corpus import Corpus, build_corpus, spread_blocks
 from headwise.texts.text_sets import TextSet, as_text_set, default_corpus
 from headwise.texts.unigram import unigram_loss
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 _HELD_BLOCKS = 64  # blocks of kept text whose hidden states stay in memory
 
 
@@ -62,6 +67,10 @@ class RepairRun:
     outcome: Outcome = "trained"
     stock_loss: float | None = None  # on the validation text
     alarms: tuple[Alarm, ...] = ()
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per optimizer step and validation, as in `trace.jsonl` (needs pandas)."""
+        return frame([row.to_json() for row in self.state.rows])
 
 
 @takes_model
