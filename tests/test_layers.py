@@ -30,7 +30,7 @@ ORDER = """
     __init__ cli __main__
 """.split()  # noqa: SIM905
 
-MAX_FUNCTION, P90_FUNCTION, MAX_FILE, MAX_MODULES = 60, 25, 400, 18
+MAX_FUNCTION, P90_FUNCTION, MAX_FILE, MAX_MODULES = 60, 25, 400, 16
 DRAWERS = {"utils", "util", "common", "helpers", "base", "manager", "misc"}
 
 MODULES = sorted(path for path in SOURCE.rglob("*.py"))
