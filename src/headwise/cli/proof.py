@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headwise.cli.app import app
+from headwise.cli.app import app, resumable
 from headwise.cli.options import (
     Adaptive,
     AllowPickle,
@@ -25,10 +25,12 @@ from headwise.cli.options import (
     RemoteCode,
     Seed,
     Texts,
+    Yes,
     alarm,
     choice,
     chosen_texts,
     load_reader,
+    minding,
     patch_first_tokens,
     wrote,
 )
@@ -69,6 +71,7 @@ def evaluate(
     trust_remote_code: RemoteCode = False,
     force: Annotated[bool, typer.Option("--force", help="Apply patches to another base.")] = False,
     seed: Seed = 0,
+    yes: Yes = False,
     quiet: Quiet = False,
 ) -> None:
     """Perplexities with intervals, what every head is worth, dormant neurons."""
@@ -80,7 +83,7 @@ def evaluate(
     sets = [chosen_texts(texts, lines, model), paper_prompts()]
     how, before = (dtype, device_map, allow_pickle, trust_remote_code), patch_first_tokens(patch)
     loaded = load_reader(model, how, bos, quiet, inherited=before, max_length=max_length)
-    with progress_bars(quiet) as progress:
+    with resumable("nothing was written"), progress_bars(quiet) as progress:
         found = run(
             loaded,
             sets,
@@ -94,6 +97,7 @@ def evaluate(
             adaptive=adaptive,
             force=force,
             seed=seed,
+            budget=minding(quiet, yes),
             progress=progress,
         )
     print_sheets(evaluation_sheets(found), quiet)
@@ -128,7 +132,7 @@ def complete(
     chosen = None if prompts is None else read_prompts(prompts)
     how, before = (dtype, device_map, False, False), patch_first_tokens(patch)
     loaded = load_reader(model, how, bos, quiet, inherited=before)
-    with progress_bars(quiet) as progress:
+    with resumable("nothing was written"), progress_bars(quiet) as progress:
         found = run(
             loaded,
             chosen,
@@ -218,6 +222,7 @@ def capture(
     allow_pickle: AllowPickle = False,
     trust_remote_code: RemoteCode = False,
     seed: Seed = 0,
+    yes: Yes = False,
     quiet: Quiet = False,
 ) -> None:
     """Record query and key vectors as Parquet, in the sniffed-qk layout."""
@@ -234,7 +239,7 @@ def capture(
         buckets, base_rate, max_length, pre_rope, choice(layout, "new", "old"), seed
     )
     geometry = geometry_of(loaded.model)
-    with progress_bars(quiet) as progress:
+    with resumable(f"add --resume to go on in {out}"), progress_bars(quiet) as progress:
         captured = run(
             loaded,
             chosen_texts(texts, lines, model),
@@ -244,6 +249,7 @@ def capture(
             settings=settings,
             batch_size=batch_size,
             resume=resume,
+            budget=minding(quiet, yes),
             progress=progress,
         )
     rows = sum(captured.rows.values())
@@ -295,7 +301,7 @@ def plasticity(
         "legacy_columns": legacy_columns or None,
         "seed": seed,
     }
-    with progress_bars(quiet) as progress:
+    with resumable(f"add --resume to go on in {out}"), progress_bars(quiet) as progress:
         found = measure_plasticity(
             folder or config,  # type: ignore[arg-type]
             out=out,

@@ -30,9 +30,11 @@ from headwise.cli.options import (
     Steps,
     Tracker,
     TreatmentName,
+    Yes,
     alarm,
     choice,
     load_reader,
+    minding,
     wrote,
 )
 
@@ -68,6 +70,7 @@ def repair(
     allow_pickle: AllowPickle = False,
     trust_remote_code: RemoteCode = False,
     seed: Seed = 0,
+    yes: Yes = False,
     quiet: Quiet = False,
 ) -> None:
     """Operate on the plan's heads and train only their slices, or run a control."""
@@ -100,6 +103,7 @@ def repair(
             excluded=default_texts(model).texts,
             tracker=tracker,
             keep=read_texts(keep, lines=lines) if keep else None,
+            budget=minding(quiet, yes),
             progress=progress,
         )
     _tell(done, chosen, quiet)

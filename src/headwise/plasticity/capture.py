@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headwise.artefacts import versions, write_text
+from headwise.budget import Budget, Work, unlimited
 from headwise.errors import ArtefactError
 from headwise.forward.guard import guard
 from headwise.forward.tap import Sight, tapped
@@ -44,7 +45,7 @@ from headwise.plasticity.buckets import Buckets
 from headwise.plasticity.capture_info import FILE, CaptureInfo, CaptureSettings
 from headwise.plasticity.writer import assemble
 from headwise.progress import Progress, silent, track
-from headwise.texts.batches import batches, encode_for
+from headwise.texts.batches import batches, encode_for, token_count
 from headwise.texts.text_sets import TextSet, as_text_set
 from headwise.values import to_plain
 
@@ -77,11 +78,13 @@ def capture(
     settings: CaptureSettings | None = None,
     batch_size: int = 4,
     resume: bool = False,
+    budget: Budget = unlimited,
     progress: Progress = silent,
 ) -> Captured:
     """Capture the chosen query heads (default all) and the key heads they use.
 
-    `patches` are on the model while it runs, and off it afterwards.
+    `patches` are on the model while it runs, and off it afterwards. `budget` hears how much work it
+    is, before it starts.
     """
     read = [Patch.load(patch) if isinstance(patch, Path) else patch for patch in patches]
     found, how = as_text_set(texts, loaded.id), settings or CaptureSettings()
@@ -89,6 +92,9 @@ def capture(
     for patch in read:
         loaded = loaded.inheriting(patch.info.bos, "the patch")
     how = replace(how, bos=loaded.bos, max_length=loaded.length(how.max_length))
+    tokens = token_count(loaded, found.texts, how.max_length)
+    less = "--texts, --max-length, --layers"
+    budget(loaded.model, Work(tokens, batch_size * how.max_length, less=less))
     with applied(loaded.model, read):
         return _capture_as_it_is(loaded, found, Path(out), heads, how, batch_size, resume, progress)
 

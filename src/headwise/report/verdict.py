@@ -15,8 +15,9 @@ from typing import Literal
 from headwise.alarms import Alarm
 from headwise.heads import heads_where
 from headwise.intervals import Interval
+from headwise.report.effect import effect_of
 from headwise.report.paper.drift import zone_drift
-from headwise.report.paper.losses import against_stock, held_out
+from headwise.report.paper.losses import against_stock
 from headwise.report.recovered import recovered
 from headwise.report.source import Condition, Source
 
@@ -74,7 +75,7 @@ def judge(source: Source) -> Verdict:
 
 def _judge(source: Source) -> Verdict:
     main = main_run(source)
-    found = [_sickness(source)]
+    found = [_sickness(source), _triaged(source)]
     if main is None:
         return Verdict(_sick_headline(source), "plain", tuple(f for f in found if f))
     found += [
@@ -94,15 +95,17 @@ def _judge(source: Source) -> Verdict:
 
 
 def _basis(source: Source, main: Condition) -> str:
-    """Steps, seeds and recovered heads: a headline must not hide how little it rests on."""
+    """The size of the effect, steps, seeds and recovered heads: what a headline must not hide."""
+    effect = effect_of(source, main)
+    size = f"{effect} " if effect else ""
     if main.run is None:
-        return ""
+        return size.strip()
     steps, seeds = main.run.recipe.steps, len(source.of_arm(main.arm))
     text = f"After {steps} training steps, {seeds} seed{'s' * (seeds > 1)}"
     recovery = None if main.evaluation is None else main.evaluation.recovery
     if recovery:
         text += f"; {recovery.functional} of {recovery.judged} judged heads functionally recovered"
-    return f"{text}. Other budgets may order the arms otherwise."
+    return f"{size}{text}. Other budgets may order the arms otherwise."
 
 
 def main_run(source: Source) -> Condition | None:
@@ -149,6 +152,14 @@ def _sickness(source: Source) -> Finding | None:
             f"{'does not depend' if same else 'depends'} on where the line is drawn."
         )
     return Finding("Heads that are sick in stock", text)
+
+
+def _triaged(source: Source) -> Finding | None:
+    if source.triage is None:
+        return None
+    counts = ", ".join(f"{count} {name}" for name, count in source.triage.counts.items() if count)
+    judged = _count(len(source.triage.heads), "head")
+    return Finding("Why they are sick", f"Triage of {judged}: {counts or 'none judged'}.")
 
 
 def _untrained(main: Condition) -> Finding | None:
@@ -229,6 +240,8 @@ def _by_function(source: Source, main: Condition) -> Finding | None:
     ours = recovered(source, main.arm)
     if ours is None:
         return None
+    if not ours.tested:
+        return Finding("By function", ours.untested, "caution")
     text = (
         f"{ours} judged heads are functionally recovered: sick in stock, not sick now, and "
         "ablating them raises held-out loss with 95% confidence."
@@ -262,11 +275,10 @@ def _loss(source: Source, main: Condition) -> Finding | None:
     change = against_stock(source, main.arm)
     if change is None:
         return None
-    before = None if source.stock is None else held_out(source, source.stock)
-    after = held_out(source, main)
+    effect = effect_of(source, main)
     text = f"Held-out loss changed by {interval(change)} nats per token against stock"
-    if before and after:
-        text += f"; perplexity {before.value:.4g} to {after.value:.4g} (seed {main.seed})"
+    if effect:
+        text += f"; perplexity {effect.perplexities}"
     tone: Tone = "good" if change.high < 0 else "bad" if change.low > 0 else "plain"
     others = [
         f"on {name} {interval(other)}"

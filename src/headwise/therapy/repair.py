@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from headwise.budget import Budget, Work, unlimited
 from headwise.diagnosis.diagnose import diagnose
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.progress import Progress, silent, stage
 from headwise.settings import changed
-from headwise.surgery.modes import Mode, require_treated_mode
+from headwise.surgery.modes import TRAINED, Mode, require_treated_mode
 from headwise.surgery.plan import SurgeryPlan, make_plan
 from headwise.surgery.recipe import Recipe, fit_corpus, fit_positions, fitted_recipe, known_recipe
 from headwise.surgery.repair import RepairRun, repair as repair_heads, repair_corpus
@@ -40,6 +41,7 @@ def repair(
     keep: TextSet | Sequence[str] | None = None,
     bos: bool | None = None,
     changes: Mapping[str, float] | None = None,
+    budget: Budget = unlimited,
     progress: Progress = silent,
 ) -> RepairRun:
     """Repair in one mode and write `out/`; the model is left as it was, the result is the patch.
@@ -48,11 +50,15 @@ def repair(
     first token is the plan's; a `bos` that differs from it is refused. `treatment="auto"` chooses
     per head and ends in an empty patch unless the repaired model is better than stock on validation
     text with 95% confidence; without a plan it treats sick heads. On `keep` texts the model is held
-    to what stock says (the recipe's `hold_weight` times the KL).
+    to what stock says (the recipe's `hold_weight` times the KL). `budget` hears how much work the
+    training is, before it starts.
     """
     loaded = loaded.starting_with(bos).inheriting(None if plan is None else plan.bos, "the plan")
+    stage("tokenising the corpus", progress)
     blocks, chosen = cut_corpus(loaded, corpus, recipe, treatment, changes or {}, excluded)
     stage(told_recipe(chosen, loaded, blocks.info.train_tokens), progress)
+    trained = chosen if mode in TRAINED else changed(chosen, steps=0)
+    budget(loaded.model, _work(trained, plan))
     given = changed(plan or plan_sick_heads(loaded, blocks, chosen), bos=loaded.bos)
     work = (loaded, given, blocks, chosen)
     if treatment == AUTO:
@@ -79,6 +85,20 @@ def repair(
         tracker=tracker,
         keep=keep,
         progress=progress,
+    )
+
+
+def _work(recipe: Recipe, plan: SurgeryPlan | None) -> Work:
+    """The steps, with their backward passes, and the validations."""
+    validations = (1 + recipe.steps // recipe.validate_every) * recipe.validation_blocks
+    one = recipe.batch_size * recipe.block
+    summary = None if plan is None else plan.summary
+    return Work(
+        tokens=3 * recipe.steps * recipe.batch_tokens + validations * recipe.block,
+        batch=one,
+        kept=one if recipe.steps else 0,
+        trained=0 if summary is None else summary.trainable_weights,
+        less="--steps, --block, --batch-size",
     )
 
 

@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float
 from transformers import PreTrainedModel
 
 from headwise.artefacts import versions
+from headwise.budget import Budget, Work, unlimited
 from headwise.diagnosis.mean_outputs import measure_means
 from headwise.diagnosis.triage_values import (
     HeadTriage,
@@ -70,11 +71,13 @@ def triage(
     directions: Mapping[int, LayerDirections] | None = None,
     bos: bool | None = None,
     force: bool = False,
+    budget: Budget = unlimited,
     progress: Progress = silent,
 ) -> Triage:
     """Judge the selected heads on text that is neither training nor evaluation text.
 
-    `directions` are measured on the same text unless given (from training text, say).
+    `directions` are measured on the same text unless given (from training text, say). `budget`
+    hears how much work it is, before it starts.
     """
     chosen = settings or TriageSettings()
     loaded = _first_token(loaded, bos, diagnosis)
@@ -87,6 +90,7 @@ def triage(
     given = triage_texts(loaded.id) if texts is None else as_text_set(texts, loaded.id)
     wanted = selected_heads(diagnosis, heads)
     encoded = _documents(loaded, given, chosen)
+    budget(loaded.model, _work(encoded, len(wanted)))
     guard(loaded, max(map(len, encoded)))
     wards = _interventions(loaded.model, encoded, diagnosis, wanted, chosen, directions)
     staged = _measured(loaded.model, encoded, wanted, wards, chosen.thresholds, progress)
@@ -94,6 +98,13 @@ def triage(
     rows = {str(head): found for head, found in zip(wanted, judged, strict=True)}
     provenance = _provenance(given, encoded, staged, chosen, heads, loaded.bos)
     return Triage(rows, chosen.thresholds, diagnosis, provenance)
+
+
+def _work(encoded: list[list[int]], heads: int) -> Work:
+    """Means and directions once; four interventions on each head, half the layers each."""
+    tokens = sum(map(len, encoded))
+    less = "--heads, --max-texts, --max-length"
+    return Work(tokens * (2 + 4 * heads / 2), 4 * max(map(len, encoded)), less=less)
 
 
 def _first_token(loaded: LoadedModel, bos: bool | None, diagnosis: Diagnosis) -> LoadedModel:
