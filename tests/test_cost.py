@@ -10,13 +10,13 @@ from typer.testing import CliRunner
 
 from conftest import tiny_language_model, tiny_tokenizer
 from headwise import evaluate
-from headwise.budget import Work
 from headwise.cli import app
 from headwise.errors import ModelError, SettingsError
 from headwise.forward import cost
 from headwise.forward.cost import Cost, estimate_cost, require_affordable
 from headwise.models import loading
 from headwise.models.loading import load_model
+from headwise.progress import Work
 from headwise.proof import ablation
 from planned import small_texts
 from reader import saved

@@ -10,8 +10,8 @@ import typer
 
 if TYPE_CHECKING:
     from headwise.alarms import Alarm
-    from headwise.budget import Budget, Work
     from headwise.models.loaded_model import LoadedModel
+    from headwise.progress import Budget, Work
     from headwise.texts.text_sets import TextSet
 
 

@@ -85,14 +85,13 @@ def repair(
     how = (dtype, device_map, allow_pickle, trust_remote_code)
     before = [] if chosen is None else [(chosen.bos, f"the plan {plan}")]
     loaded = load_reader(model, how, bos, quiet, inherited=before)
-    changes = {"steps": steps, "lr": lr, "block": block, "batch_size": batch_size}
     with resumable(f"add --resume to go on in {out}"), progress_bars(quiet) as progress:
         done = run(
             loaded,
             chosen,
             texts,
             recipe_named(recipe) if recipe else None,
-            changes={key: value for key, value in changes.items() if value is not None},
+            changes=_given(steps=steps, lr=lr, block=block, batch_size=batch_size),
             out=out,
             mode=choice(mode, *MODES),
             treatment=treatment,
@@ -107,6 +106,11 @@ def repair(
             progress=progress,
         )
     _tell(done, chosen, quiet)
+
+
+def _given(**options: float | None) -> dict[str, float]:
+    """The options that were named."""
+    return {key: value for key, value in options.items() if value is not None}
 
 
 def _tell(done: RepairRun, plan: SurgeryPlan | None, quiet: bool) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from headwise.budget import Work
 from headwise.errors import SettingsError
 from headwise.models.architectures import device_of
+from headwise.progress import Work
 
 MOST_HOURS = 24.0
 _PROBE = 128  # tokens

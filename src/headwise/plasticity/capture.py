@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headwise.artefacts import versions, write_text
-from headwise.budget import Budget, Work, unlimited
 from headwise.errors import ArtefactError
 from headwise.forward.guard import guard
 from headwise.forward.tap import Sight, tapped
@@ -44,7 +43,7 @@ from headwise.models.tensor_files import write_array
 from headwise.plasticity.buckets import Buckets
 from headwise.plasticity.capture_info import FILE, CaptureInfo, CaptureSettings
 from headwise.plasticity.writer import assemble
-from headwise.progress import Progress, silent, track
+from headwise.progress import Budget, Progress, Work, silent, track, unlimited
 from headwise.texts.batches import batches, encode_for, token_count
 from headwise.texts.text_sets import TextSet, as_text_set
 from headwise.values import to_plain

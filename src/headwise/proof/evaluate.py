@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from headwise.alarms import Alarm, joined, loss_alarms
 from headwise.artefacts import versions
-from headwise.budget import Budget, Work, unlimited
 from headwise.bundled import DATA
 from headwise.diagnosis.diagnose import diagnose
 from headwise.diagnosis.dormancy import activation_dormancy, weight_dormancy
@@ -30,7 +29,7 @@ from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.model_info import ModelInfo
 from headwise.models.patch import Patch, applied
 from headwise.models.patch_info import PatchInfo
-from headwise.progress import Progress, silent
+from headwise.progress import Budget, Progress, Work, silent, unlimited
 from headwise.proof.ablation import Ablation, ablate_heads, first_order_importance
 from headwise.proof.evaluation import (
     Evaluation,

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from headwise.budget import Budget, Work, unlimited
 from headwise.diagnosis.diagnose import diagnose
 from headwise.models.loaded_model import LoadedModel, takes_model
-from headwise.progress import Progress, silent, stage
+from headwise.progress import Budget, Progress, Work, silent, stage, unlimited
 from headwise.settings import changed
 from headwise.surgery.modes import TRAINED, Mode, require_treated_mode
 from headwise.surgery.plan import SurgeryPlan, make_plan
@@ -46,21 +45,18 @@ def repair(
 ) -> RepairRun:
     """Repair in one mode and write `out/`; the model is left as it was, the result is the patch.
 
-    Without a `recipe` one is fitted to the model and the corpus; `changes` to it come last. The
-    first token is the plan's; a `bos` that differs from it is refused. `treatment="auto"` chooses
-    per head and ends in an empty patch unless the repaired model is better than stock on validation
-    text with 95% confidence; without a plan it treats sick heads. On `keep` texts the model is held
-    to what stock says (the recipe's `hold_weight` times the KL). `budget` hears how much work the
-    training is, before it starts.
+    Without a `recipe` one is fitted; `changes` to it come last. The first token is the plan's;
+    another `bos` is refused. `treatment="auto"` chooses per head (without a plan: sick ones) and
+    ends in an empty patch unless validation text shows the model better than stock with 95%
+    confidence. `keep` texts hold it to what stock says. `budget` hears of the work first.
     """
     loaded = loaded.starting_with(bos).inheriting(None if plan is None else plan.bos, "the plan")
     stage("tokenising the corpus", progress)
     blocks, chosen = cut_corpus(loaded, corpus, recipe, treatment, changes or {}, excluded)
     stage(told_recipe(chosen, loaded, blocks.info.train_tokens), progress)
-    trained = chosen if mode in TRAINED else changed(chosen, steps=0)
-    budget(loaded.model, _work(trained, plan))
+    budget(loaded.model, _work(chosen, plan, mode))
     given = changed(plan or plan_sick_heads(loaded, blocks, chosen), bos=loaded.bos)
-    work = (loaded, given, blocks, chosen)
+    work = loaded, given, blocks, chosen
     if treatment == AUTO:
         require_treated_mode(mode)
         return repair_automatically(
@@ -88,15 +84,16 @@ def repair(
     )
 
 
-def _work(recipe: Recipe, plan: SurgeryPlan | None) -> Work:
+def _work(recipe: Recipe, plan: SurgeryPlan | None, mode: Mode) -> Work:
     """The steps, with their backward passes, and the validations."""
-    validations = (1 + recipe.steps // recipe.validate_every) * recipe.validation_blocks
+    steps = recipe.steps if mode in TRAINED else 0
+    validations = (1 + steps // recipe.validate_every) * recipe.validation_blocks
     one = recipe.batch_size * recipe.block
     summary = None if plan is None else plan.summary
     return Work(
-        tokens=3 * recipe.steps * recipe.batch_tokens + validations * recipe.block,
+        tokens=3 * steps * recipe.batch_tokens + validations * recipe.block,
         batch=one,
-        kept=one if recipe.steps else 0,
+        kept=one if steps else 0,
         trained=0 if summary is None else summary.trainable_weights,
         less="--steps, --block, --batch-size",
     )

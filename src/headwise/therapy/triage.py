@@ -15,7 +15,6 @@ from jaxtyping import Bool, Float
 from transformers import PreTrainedModel
 
 from headwise.artefacts import versions
-from headwise.budget import Budget, Work, unlimited
 from headwise.diagnosis.mean_outputs import measure_means
 from headwise.diagnosis.triage_values import (
     HeadTriage,
@@ -32,7 +31,7 @@ from headwise.heads import Head, format_heads, select_heads
 from headwise.models.description import weight_fingerprint
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.patch import Patch
-from headwise.progress import Progress, silent
+from headwise.progress import Budget, Progress, Work, silent, unlimited
 from headwise.proof.head_costs import Interventions, head_costs
 from headwise.provenance import Decisions
 from headwise.settings import changed
