@@ -12,23 +12,25 @@ SOURCE = Path(__file__).parent.parent / "src" / "headwise"
 
 # A package imports only what stands above it; the loose modules of the top are the ground floor.
 ORDER = """
-    errors alarms bundled artefacts values provenance frames settings
-    heads intervals staged sheets progress drawing
+    errors alarms bundled checksums artefacts locks values provenance settings
+    heads intervals frames sheets progress drawing
     models
     forward
     texts
     diagnosis
+    watch
     surgery
     plasticity
     proof
     therapy
     studies
     report
+    handover
     bench
     __init__ cli __main__
 """.split()  # noqa: SIM905
 
-MAX_FUNCTION, P90_FUNCTION, MAX_FILE, MAX_MODULES = 60, 25, 400, 16
+MAX_FUNCTION, P90_FUNCTION, MAX_FILE, MAX_MODULES = 60, 25, 400, 18
 DRAWERS = {"utils", "util", "common", "helpers", "base", "manager", "misc"}
 
 MODULES = sorted(path for path in SOURCE.rglob("*.py"))

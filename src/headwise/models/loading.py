@@ -47,7 +47,7 @@ _PATIENCE = 3.0  # seconds until the hub counts as out of reach
 _SOURCE, _WEIGHTS = "source.json", "model.safetensors"
 
 
-_LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError, struct.error)
+_DAMAGE = (SafetensorError, EOFError, struct.error)
 
 
 def load_model(
@@ -58,10 +58,12 @@ def load_model(
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
     bos: bool | None = None,
+    tokenizer: str | None = None,
 ) -> LoadedModel:
     """Load a model and its tokenizer; float32 on CPU, bfloat16 on an accelerator by default.
 
-    `bos` says whether texts start with a BOS; without it that is decided here.
+    `bos` says whether texts start with a BOS; without it that is decided here. `tokenizer` is where
+    the tokenizer is, if not beside the weights.
     """
     path = patient_dir() if name in PATIENTS else Path(name)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
@@ -75,7 +77,7 @@ def load_model(
     elif not path.exists():
         require_hub(name)
     with quietly():
-        tokenizer = _load_tokenizer(source, options)
+        words = _load_tokenizer(tokenizer or source, options)
         model = _load_weights(source, options, dtype, device_map, allow_pickle)
     _forget_quantization(model)
     architecture_of(model)
@@ -83,7 +85,7 @@ def load_model(
         Patch.load(empty_patch_path()).apply(model, force=True)  # in any precision
     require_finite(model)
     model.eval()
-    return LoadedModel(name, model, tokenizer, decide_first_token(model, tokenizer, bos))
+    return LoadedModel(name, model, words, decide_first_token(model, words, bos))
 
 
 def require_hub(name: str) -> None:
@@ -173,7 +175,7 @@ def _asks_for_bos(path: Path) -> bool:
 def _load_tokenizer(source: str, options: dict[str, Any]) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(source, **options)
-    except (*_LOADING_ERRORS, TypeError, AttributeError) as error:
+    except Exception as error:  # noqa: BLE001 - other people's code on other people's files
         raise ModelError(
             f"no tokenizer could be loaded ({_first_line(error)})",
             where=source,
@@ -201,22 +203,41 @@ def _load_weights(
             output_loading_info=True,
             **options,
         )
-    except (SafetensorError, RuntimeError, EOFError, struct.error) as error:
+    except _DAMAGE as error:
         raise ModelError(
             f"the weight file is damaged or cut off ({_first_line(error)})",
             where=source,
             fix="download or copy the weights again",
         ) from None
-    except _LOADING_ERRORS as error:
+    except RuntimeError as error:
+        raise ModelError(
+            f"config and weights do not fit together ({_first_line(error)})",
+            where=source,
+            fix="use the config.json that belongs to these weights",
+        ) from None
+    except Exception as error:  # noqa: BLE001 - whatever a config can make transformers raise
         raise ModelError(
             f"the model could not be loaded ({_first_line(error)})",
             where=source,
-            fix="check the name; pickled weights need --allow-pickle, remote code its own flag",
+            fix="check the name and its config.json; pickled weights need --allow-pickle, remote\n"
+            "code its own flag, --device-map cuda a GPU",
         ) from None
     model: PreTrainedModel
     model, report = loaded
     _require_complete(report["missing_keys"], source)
+    _require_heads(model, source)
     return model
+
+
+def _require_heads(model: PreTrainedModel, source: str) -> None:
+    """transformers builds a model of no layers without a word."""
+    config = model.config.get_text_config()
+    for name in ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value < 1:
+            raise ModelError(
+                f"its config has {name} {value}", where=source, fix="correct its config.json"
+            )
 
 
 def _require_complete(missing: Iterable[str], source: str) -> None:

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from jaxtyping import Bool, Float, Float32, Int, Int64
 
+from headwise.checksums import file_checksum, require_same
 from headwise.errors import ArtefactError, SettingsError
 from headwise.heads import Head
 from headwise.plasticity.capture_info import FILE as CAPTURE, CaptureInfo
@@ -68,6 +69,7 @@ class CaptureTold:
     num_k_heads: int | None = None
     heads: tuple[Head, ...] = ()  # named one by one, if any
     sampled: bool = False  # a choice of heads, so that gaps are no losses
+    checksums: Mapping[str, str] = field(default_factory=dict, repr=False)  # by head folder
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,14 @@ class QKFolder:
     def file(self, layer: int, head: int, kind: str) -> Path:
         """Where the vectors of one head are."""
         return self.path / f"l{layer:02d}h{head:02d}{kind}" / FILE
+
+    def verified_file(self, layer: int, head: int, kind: str) -> Path:
+        """The same, if it is the file that the capture wrote (another program's is not told)."""
+        path = self.file(layer, head, kind)
+        told = self.told.checksums.get(path.parent.name)
+        if told is not None and path.exists():
+            require_same(file_checksum(path), told, path, "capture this head again")
+        return path
 
     @property
     def model(self) -> str:
@@ -141,6 +151,7 @@ def _told(path: Path) -> CaptureTold:
         num_k_heads=capture.model.num_kv_heads,
         heads=tuple(Head.parse(name) for name in capture.heads),
         sampled=capture.head_sampling is not None,
+        checksums=capture.checksums,
     )
 
 
@@ -276,7 +287,7 @@ def orientation_of(table: VectorTable) -> Float[np.ndarray, " dim"]:
 
 def _open(path: Path) -> Any:
     try:
-        return pq.ParquetFile(path)
+        return pq.ParquetFile(path, page_checksum_verification=True)
     except FileNotFoundError:
         raise ArtefactError(
             f"no vectors for {path.parent.name}",

@@ -20,12 +20,13 @@ from headwise.models.model_info import ModelInfo
 from headwise.proof.completed_texts import Completions
 from headwise.provenance import Provenance
 from headwise.report.effect import effect_of
+from headwise.report.finding import Verdict
 from headwise.report.paper.losses import against_stock
 from headwise.report.payload import as_script, page_payload
 from headwise.report.recovered import recovered
 from headwise.report.source import Source
 from headwise.report.tables import Column, Entry, Table, make_table
-from headwise.report.verdict import Verdict, main_run
+from headwise.report.verdict import main_run
 from headwise.values import to_plain
 
 ASSETS = DATA / "report"

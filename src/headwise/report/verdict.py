@@ -9,20 +9,16 @@ that does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
-from headwise.alarms import Alarm
 from headwise.heads import heads_where
 from headwise.intervals import Interval
 from headwise.report.effect import effect_of
+from headwise.report.finding import Finding, Tone, Verdict, film_verdict
 from headwise.report.paper.drift import zone_drift
 from headwise.report.paper.losses import against_stock
 from headwise.report.recovered import recovered
 from headwise.report.source import Condition, Source
-
-Tone = Literal["good", "bad", "plain", "caution"]
-
 
 # what each control holds fixed, and so what a difference to it is due to
 CONTROLS = {
@@ -32,26 +28,6 @@ CONTROLS = {
     "lora": "low-rank training of the same layers",
     "ablate": "the same heads silenced for good",
 }
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One sentence or two, and whether it speaks for the operation."""
-
-    title: str
-    text: str
-    tone: Tone = "plain"
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The headline and what it rests on."""
-
-    headline: str
-    tone: Tone
-    findings: tuple[Finding, ...]
-    basis: str = ""  # how much it rests on, in one line
-    alarms: tuple[Alarm, ...] = ()  # what speaks against believing any of it
 
 
 def judge(source: Source) -> Verdict:
@@ -76,6 +52,9 @@ def judge(source: Source) -> Verdict:
 def _judge(source: Source) -> Verdict:
     main = main_run(source)
     found = [_sickness(source), _triaged(source)]
+    film = None if source.stock is None else source.stock.film
+    if film is not None:
+        return film_verdict(film, found)
     if main is None:
         return Verdict(_sick_headline(source), "plain", tuple(f for f in found if f))
     found += [

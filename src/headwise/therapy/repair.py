@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from headwise.diagnosis.diagnose import diagnose
+from headwise.locks import one_writer
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.progress import Budget, Progress, Work, silent, stage, unlimited
 from headwise.settings import changed
@@ -45,10 +46,9 @@ def repair(
 ) -> RepairRun:
     """Repair in one mode and write `out/`; the model is left as it was, the result is the patch.
 
-    Without a `recipe` one is fitted; `changes` to it come last. The first token is the plan's;
-    another `bos` is refused. `treatment="auto"` chooses per head (without a plan: sick ones) and
-    ends in an empty patch unless validation text shows the model better than stock with 95%
-    confidence. `keep` texts hold it to what stock says. `budget` hears of the work first.
+    Without a `recipe` one is fitted; `changes` to it come last. The first token is the plan's.
+    `treatment="auto"` chooses per head (no plan: sick ones) and ends in an empty patch unless
+    validation text shows a gain with 95% confidence. `keep` texts hold it to what stock says.
     """
     loaded = loaded.starting_with(bos).inheriting(None if plan is None else plan.bos, "the plan")
     stage("tokenising the corpus", progress)
@@ -56,32 +56,33 @@ def repair(
     stage(told_recipe(chosen, loaded, blocks.info.train_tokens), progress)
     budget(loaded.model, _work(chosen, plan, mode))
     given = changed(plan or plan_sick_heads(loaded, blocks, chosen), bos=loaded.bos)
-    work = loaded, given, blocks, chosen
-    if treatment == AUTO:
-        require_treated_mode(mode)
-        return repair_automatically(
+    work = (loaded, given, blocks, chosen)
+    with one_writer(Path(out)):
+        if treatment == AUTO:
+            require_treated_mode(mode)
+            return repair_automatically(
+                *work,
+                out=Path(out),
+                seed=seed,
+                resume=resume,
+                force=force,
+                tracker=tracker,
+                keep=keep,
+                progress=progress,
+            ).run
+        return repair_heads(
             *work,
             out=Path(out),
+            mode=mode,
+            treatment=treatment,
+            dose=dose,
             seed=seed,
             resume=resume,
             force=force,
             tracker=tracker,
             keep=keep,
             progress=progress,
-        ).run
-    return repair_heads(
-        *work,
-        out=Path(out),
-        mode=mode,
-        treatment=treatment,
-        dose=dose,
-        seed=seed,
-        resume=resume,
-        force=force,
-        tracker=tracker,
-        keep=keep,
-        progress=progress,
-    )
+        )
 
 
 def _work(recipe: Recipe, plan: SurgeryPlan | None, mode: Mode) -> Work:

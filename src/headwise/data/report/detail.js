@@ -40,11 +40,16 @@ function pathChart(layer, head) {
     path.append(draw("title", {}, c.label));
     svg.append(path);
   }
-  if (stepped() && state.step < current().steps.length) {
+  for (const [step, marked, kind] of main.marks || []) {
+    const mark = draw("line", { class: marked === name(layer, head) ? "alarm on" : "alarm", x1: x(step), x2: x(step), y1: SIZE.top, y2: SIZE.height - SIZE.bottom });
+    mark.append(draw("title", {}, "ALARM " + kind + ": " + marked + " at step " + step));
+    svg.append(mark);
+  }
+  if (atCheckpoint()) {
     const v = current().stepMaps[state.step][layer][head];
     svg.append(draw("circle", { cx: x(current().steps[state.step]), cy: y(v), r: 4, fill: "var(--mark)" }));
   }
-  return section("Trajectory over steps", svg, "blue: this condition, grey: the others; read on validation blocks");
+  return section("Trajectory over steps", svg, main.film ? "red: alarms, thick for this head; read on the probe texts" : "blue: this condition, grey: the others; read on validation blocks");
 }
 function costChart(layer, head) {
   const rows = data.conditions.filter((c) => c.ablation && c.ablation[layer][head]);
@@ -124,7 +129,7 @@ function paintDetail() {
     make("h3", { id: "detail-name" }, name(layer, head)),
     make("p", { class: "dim small", style: "margin:0 0 .6rem" }, condition.label + " · " + (stock && was !== is ? was + " → " + is : is) + (role ? " · " + role : "")),
     make("table", {}, make("thead", {}, header), body),
-    ...(atCheckpoint() ? [make("p", { class: "dim small note" }, "A checkpoint knows the first-token mass alone; move the slider to its end for the rest.")] : []));
+    ...(atCheckpoint() && !condition.film ? [make("p", { class: "dim small note" }, "A checkpoint knows the first-token mass alone; move the slider to its end for the rest.")] : []));
   CARDS.forEach((chart, i) => {
     const parts = (chart(layer, head) || []).filter(Boolean);
     cards[i].replaceChildren(...parts);

@@ -91,8 +91,9 @@ function headsCsv() {
 function valueOf(condition, name, layer, head, step) {
   if (name === "triage") return data.triage[layer][head]; /* of the model as it was, in every condition */
   const past = step !== undefined && step < condition.steps.length;
+  if (past && condition.film && condition.film[name]) return condition.film[name][step][layer][head];
   if (past && name === "first_token_mass") return condition.stepMaps[step][layer][head];
-  if (past && name !== "change") return null; /* a checkpoint knows the mass alone */
+  if (past && name !== "change") return null; /* a checkpoint knows the mass alone, a film some more */
   if (name === "ablation") {
     const cost = condition.ablation && condition.ablation[layer][head];
     return cost ? cost[0] : null;
