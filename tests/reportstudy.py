@@ -13,9 +13,15 @@ from pathlib import Path
 import numpy as np
 
 from headwise.artefacts import save_artefact, write_text
+from headwise.diagnosis.triage_values import (
+    HeadTriage,
+    Triage,
+    TriageProvenance,
+    TriageThresholds,
+)
 from headwise.diagnosis.values import Pooled, Profile, SinkRate, Thresholds, diagnosis_from
 from headwise.heads import Head, all_heads
-from headwise.intervals import mean_interval
+from headwise.intervals import Interval, mean_interval
 from headwise.models.model_info import ModelInfo
 from headwise.plasticity.settings import PlasticitySettings
 from headwise.plasticity.values import (
@@ -35,7 +41,7 @@ from headwise.proof.completed_texts import (
 )
 from headwise.proof.evaluation import Evaluation
 from headwise.proof.trajectories import run_maps
-from headwise.provenance import MeasureSettings, Provenance, TextInfo
+from headwise.provenance import Decisions, MeasureSettings, Provenance, TextInfo
 from headwise.studies.study import Study
 from headwise.studies.summary import summarise_study
 from headwise.surgery.plan import make_plan
@@ -224,6 +230,20 @@ def evaluation_of(diagnosis, *, change=0.0, costs=None, patches=(), seed=0) -> E
         },
         "test",
     )
+
+
+def triage_of(classes: dict[str, str]) -> Triage:
+    """A triage of the stock model, of which only the classes matter."""
+    none = Interval(0.0, 0.0, 0.0)
+    heads = {
+        name: HeadTriage(none, none, none, none, none, "release", False, False, DOCUMENTS, label)
+        for name, label in classes.items()
+    }
+    decisions = Decisions("t", (DOCUMENTS,), (1.0,), 1.0)
+    provenance = TriageProvenance(
+        TextInfo("t", DOCUMENTS, "a" * 64), "sick", 64, 128, False, 1.0, 0, decisions, {}
+    )
+    return Triage(heads, TriageThresholds(), diagnosis_of(stock_mass()), provenance)
 
 
 def build_study(out: Path, *, seeds=(0, 1), arms=ARMS) -> Path:

@@ -12,7 +12,7 @@ import pytest
 
 from filmed import film_in
 from headwise.report import write as report
-from reportstudy import EVIL, build_study
+from reportstudy import EVIL, build_study, triage_of
 
 playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
 pytestmark = pytest.mark.browser
@@ -53,7 +53,9 @@ def browser(chromium_path):
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     folder = tmp_path_factory.mktemp("browser")
-    return report.write_report(build_study(folder / "study"), folder / "report")
+    study = build_study(folder / "study")
+    triage_of({"L3H6": "asleep", "L4H7": "empty"}).save(study / "stock" / "triage.json")
+    return report.write_report(study, folder / "report")
 
 
 @pytest.fixture
@@ -105,14 +107,14 @@ def test_a_click_shows_the_numbers_of_that_head(page):
     notes = page.locator("#multiples figcaption span").all_inner_texts()
     assert len(notes) == 14
     assert all(note.startswith("L3H6 ") for note in notes)
-    titles = page.locator("#detail h4").all_inner_texts()
-    assert [title.split(":")[0] for title in titles] == [
+    titles = page.locator(".card-chart h4").all_inner_texts()
+    assert {title.split(":")[0] for title in titles} == {
         "Profile",
         "Trajectory over steps",
         "Ablation cost in every condition",
         "Neighbours",
         "Pooled attention map",
-    ]
+    }
 
 
 def test_arrow_keys_move_the_selection(page):
@@ -136,6 +138,97 @@ def test_the_slider_goes_through_the_checkpoints(page):
     assert page.locator("#step-text").inner_text() == "step 30"
     page.select_option("#measure", label="entropy")
     assert page.locator("#step").is_disabled()
+
+
+def test_the_panel_follows_the_slider(page):
+    page.select_option("#arm", "gradient-only")
+    here(page, "L4H7").click()
+    row = page.locator("#detail tbody tr").first
+    final = row.inner_text().split("\t")
+    page.locator("#step").fill("0")
+    assert page.locator("#detail thead").inner_text().split() == ["stock", "step", "0", "change"]
+    first = row.inner_text().split("\t")
+    assert float(first[2]) > 0.9 > float(final[2])
+    shown = here(page, "L4H7").get_attribute("aria-label").rsplit(" ", 1)[1]
+    assert first[2] == shown
+    entropy = page.locator("#detail tbody tr", has_text="entropy").first.inner_text().split("\t")
+    assert not entropy[2][0].isdigit()  # a checkpoint knows the mass alone
+
+
+def test_every_head_has_an_address(page, path):
+    here(page, "L5H6").click()
+    assert page.url.endswith("#L5H6")
+    page.goto("about:blank")
+    page.goto(path.as_uri() + "#L2H1")
+    assert page.locator("#detail-name").inner_text() == "L2H1"
+    page.evaluate("location.hash = 'L6H3'")
+    page.wait_for_function("document.getElementById('detail-name').textContent === 'L6H3'")
+    page.goto(path.as_uri() + "#L99H0")  # no such head: the page opens as ever
+    assert page.locator("#detail-name").inner_text() == "L6H3"
+    assert page.heard["errors"] == []
+
+
+def test_triage_classes_are_a_measure_and_unjudged_heads_are_hatched_as_the_legend_says(page):
+    assert "not" not in page.locator("#legend").inner_text()
+    page.select_option("#measure", label="triage class")
+    assert here(page, "L3H6").inner_text() == "Z"
+    assert here(page, "L3H6").get_attribute("aria-label").endswith("triage class asleep")
+    assert "repeating-linear-gradient" in here(page, "L0H0").evaluate("e => e.style.background")
+    legend = page.locator("#legend").inner_text()
+    assert "asleep" in legend
+    assert "not judged" in legend
+
+
+def test_grids_and_panel_stand_side_by_side_without_a_void(page):
+    boxes = [page.locator(name).bounding_box() for name in (".grid-wrap", "#detail", "#below")]
+    grids, detail, below = boxes
+    assert detail["x"] > grids["x"] + grids["width"] - 1
+    assert abs(detail["y"] - grids["y"]) < 2
+    foot = max(b["y"] + b["height"] for b in (grids, detail))
+    assert below["y"] - foot < 40
+    assert foot - min(b["y"] + b["height"] for b in (grids, detail)) < 150
+
+
+def test_figures_fit_a_dark_page_and_paper_shows_the_light_ones(page):
+    shown = "[...document.querySelectorAll('.plate img')].map(i => i.offsetWidth > 0)"
+    dark = "[...document.querySelectorAll('.plate img')].map(i => i.className === 'dark')"
+    marks = page.evaluate(dark)
+    assert page.evaluate(shown) == [not mark for mark in marks]
+    page.locator("#theme").click()
+    assert page.evaluate(shown) == marks
+    page.emulate_media(media="print")
+    assert page.evaluate(shown) == [not mark for mark in marks]
+    loaded = "[...document.querySelectorAll('.plate img')].every(i => i.complete && i.naturalWidth)"
+    assert page.evaluate(loaded)
+
+
+def test_a_wide_table_says_that_it_scrolls(page):
+    boxes = page.locator(".scroll")
+    wide = [boxes.nth(i) for i in range(boxes.count())]
+    sizes = [box.evaluate("e => e.scrollWidth > e.clientWidth + 1") for box in wide]
+    assert any(sizes)
+    assert not all(sizes)
+    for box, is_wide in zip(wide, sizes, strict=True):
+        assert box.evaluate("e => !e.nextElementSibling.querySelector('.hint').hidden") == is_wide
+        assert box.evaluate("e => e.classList.contains('more-right')") == is_wide
+
+
+def test_on_a_phone_the_panel_opens_below_the_tapped_row(browser, path):
+    context = browser.new_context(
+        viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True
+    )
+    context.set_default_timeout(PATIENCE)
+    page = context.new_page()
+    page.goto(path.as_uri())
+    cell = page.locator('#grid-stock [data-head="L5H6"]')
+    for _ in range(2):  # again after it was put back by a second tap
+        cell.tap()
+        tapped, panel = cell.bounding_box(), page.locator("#detail").bounding_box()
+        assert 0 <= panel["y"] - tapped["y"] - tapped["height"] < 20
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        cell.tap()
+        assert page.locator("#right #detail").count() == 1
+    context.close()
 
 
 def test_switching_the_arm_and_the_seed_changes_the_grid(page):

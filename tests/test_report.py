@@ -18,12 +18,15 @@ from headwise.diagnosis.survey import survey as survey_of
 from headwise.errors import ArtefactError, HeadwiseError
 from headwise.intervals import Interval
 from headwise.report import write as report
+from headwise.report.effect import Effect
 from headwise.report.page import visible
 from headwise.report.paper.losses import against_stock
+from headwise.report.payload import page_payload
+from headwise.report.recovered import Recovered
 from headwise.report.source import read_source
 from headwise.report.tables import Column, make_table, to_csv, to_markdown
 from headwise.report.verdict import judge
-from reportstudy import EVIL, build_study, diagnosis_of, stock_mass
+from reportstudy import EVIL, build_study, diagnosis_of, stock_mass, triage_of
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +256,7 @@ def test_all_figures_are_drawn_in_three_formats(study, tmp_path):
         "plasticity",
     }
     assert names == {f"{stem}.{ending}" for stem in stems for ending in ("png", "svg", "pdf")}
-    assert page.count("data:image/png;base64,") == len(stems)
+    assert page.count("data:image/png;base64,") == 2 * len(stems)  # for light and dark pages
 
 
 def test_the_published_figures_are_shown_again_from_the_digitised_data(tmp_path):
@@ -335,6 +338,47 @@ def test_tables_and_page_are_made_without_torch(study, tmp_path):
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(study), str(tmp_path)], check=True, timeout=120)
+
+
+def test_the_effect_has_a_size_in_words():
+    assert str(Effect(-0.05, 3.0, 7.0)) == (
+        "Perplexity falls by 4.9% (20.09 to 19.11): a gain of 1.2% of what stock knows beyond "
+        "token frequencies (stock 3.00 nats per token, a unigram model 7.00)."
+    )
+    assert str(Effect(2.4, 4.6, 4.7)).startswith(
+        "Perplexity rises by 1002% (99.48 to 1097): a loss of more than all stock knows beyond"
+    )
+    assert str(Effect(-0.0002, 3.0, None)) == "Perplexity falls by 0.02% (20.09 to 20.08)."
+
+
+def test_the_verdict_starts_with_the_size_of_the_effect(study):
+    assert judge(read_source(study)).basis.startswith("Perplexity falls by 4.2% (21.45 to 20.54).")
+
+
+def test_heads_that_were_never_ablated_are_not_called_healthy_or_recovered():
+    assert Recovered((0,), (0,)).untested.startswith("No treated head was ablated")
+    assert str(Recovered((0,), (0,), were_sick=False)) == "none sick in stock"
+
+
+def test_a_triage_is_found_in_the_folder_and_told(study, tmp_path):
+    folder = tmp_path / "d"
+    diagnosis_of(stock_mass()).save(folder / "diagnosis.json")
+    triage_of({"L3H6": "asleep", "L4H7": "empty"}).save(folder / "triage.json")
+    found = read_source(folder)
+    assert page_payload(found, [])["triage"][3][6] == 0
+    assert page_payload(found, [])["triage"][0][0] is None
+    told = {finding.title: finding.text for finding in judge(found).findings}
+    assert told["Why they are sick"] == "Triage of 2 heads: 1 asleep, 1 empty."
+    assert read_source(study, triage=folder).triage is not None
+
+
+def test_a_triage_of_other_weights_is_refused(tmp_path):
+    found = diagnosis_of(stock_mass())
+    other = replace(found, model=replace(found.model, fingerprint="0" * 64))
+    other.save(tmp_path / "d" / "diagnosis.json")
+    triage_of({}).save(tmp_path / "t" / "triage.json")
+    with pytest.raises(ArtefactError, match="a triage of other weights"):
+        read_source(tmp_path / "d", triage=tmp_path / "t")
 
 
 def test_a_film_has_a_page_with_its_steps_measures_and_alarms(tmp_path, no_figures):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from headwise.cli.show import head_grid
 from headwise.diagnosis.bloom_maps import STOCK_MAPS, bloom_slopes, published_diagnoses
 from headwise.diagnosis.figures import diagnosis_figures, survey_panels
 from headwise.diagnosis.survey import (
@@ -18,6 +20,7 @@ from headwise.diagnosis.view import survey_sheet
 from headwise.drawing import save_figure
 from headwise.errors import ArtefactError, HeadwiseError
 from headwise.heads import format_indices
+from reportstudy import diagnosis_of, stock_mass
 
 
 @pytest.fixture(scope="module")
@@ -136,3 +139,17 @@ def test_what_is_no_map_is_refused(tmp_path):
             read_diagnoses(path)
     with pytest.raises(HeadwiseError, match="nothing to survey"):
         survey_of([])
+
+
+def test_diagnoses_of_different_lengths_are_not_compared():
+    found = diagnosis_of(stock_mass())
+    how = replace(found.provenance.settings, max_length=64)
+    other = replace(found, provenance=replace(found.provenance, settings=how))
+    with pytest.raises(HeadwiseError, match=r"max_length 128.*max_length 64"):
+        survey_of([found, other])
+    assert survey_sheet(survey_of([found])).title == "survey (heldout, 128 tokens, no BOS)"
+
+
+def test_the_terminal_shows_layer_0_at_the_bottom_as_the_figures_do():
+    lines = head_grid(diagnosis_of(stock_mass())).plain.splitlines()
+    assert [line.split()[0] for line in lines[1:9]] == [str(n) for n in range(7, -1, -1)]

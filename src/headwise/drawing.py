@@ -8,23 +8,25 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
 from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import Normalize, TwoSlopeNorm
+from matplotlib.colors import Normalize, TwoSlopeNorm, to_hex
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.spines import Spine
+from matplotlib.text import Text
 
 from headwise.artefacts import write_bytes
 
-if TYPE_CHECKING:  # the report draws from artefacts and must not load torch
-    pass
-
-
 BLUE, ORANGE, RED, GREY = "#0072B2", "#E69F00", "#D55E00", "#7F7F7F"
+
+
+BLACK, DARK_INK, DARK_PAPER = "#000000", "#e8e6e1", "#1c1f25"  # the page's own dark colours
 
 
 STYLE: Any = {  # matplotlib types its keys one by one, 300 of them
@@ -54,16 +56,36 @@ def new_figure(width: float, height: float) -> Figure:
         return figure
 
 
+def figure_bytes(figure: Figure, kind: str) -> bytes:
+    """The figure as `png` or `svg`, without a date."""
+    buffer = io.BytesIO()
+    metadata = {"Date": None} if kind == "svg" else {"Software": None}
+    with mpl.rc_context(STYLE):
+        figure.savefig(buffer, format=kind, dpi=160, metadata=metadata)
+    return buffer.getvalue()
+
+
 def save_figure(figure: Figure, path: Path) -> list[Path]:
     """Write `path` with the endings .png and .svg."""
-    written = []
-    for suffix in (".png", ".svg"):
-        buffer = io.BytesIO()
-        metadata = {"Date": None} if suffix == ".svg" else {"Software": None}
-        with mpl.rc_context(STYLE):
-            figure.savefig(buffer, format=suffix[1:], dpi=160, metadata=metadata)
-        written.append(write_bytes(path.with_suffix(suffix), buffer.getvalue()))
-    return written
+    return [
+        write_bytes(path.with_suffix(f".{kind}"), figure_bytes(figure, kind))
+        for kind in ("png", "svg")
+    ]
+
+
+def darken(figure: Figure) -> None:
+    """Light ink on dark paper; maps, marks and what stands on them keep their colours."""
+    figure.set_facecolor(DARK_PAPER)
+    on_maps = {text for axes in figure.axes if axes.images for text in axes.texts}
+    for axes in figure.axes:
+        axes.set_facecolor(DARK_PAPER)
+        axes.tick_params(which="both", color=DARK_INK)
+    for artist in figure.findobj():
+        if isinstance(artist, (Text, Line2D)) and artist not in on_maps:
+            if to_hex(artist.get_color()) == BLACK:
+                artist.set_color(DARK_INK)
+        elif isinstance(artist, Spine):
+            artist.set_edgecolor(DARK_INK)
 
 
 def titled_axes(figure: Figure, title: str, x: str, y: str) -> Axes:

@@ -2,12 +2,17 @@
 
 The library calls `progress(title, done, total, note)`; what is drawn, if anything, is the
 listener's business. A stage without steps of its own is told with a total of 0.
+
+Before it starts, costly work tells its size to whoever minds the cost: how many tokens go through a
+whole forward pass in all (a backward pass counts as two more), and how many are alive at once. The
+listener may refuse by raising.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 Progress = Callable[[str, int, int, str], None]
 
@@ -31,3 +36,21 @@ def track(items: Sequence[Item], title: str, progress: Progress) -> Iterator[Ite
 def stage(line: str, progress: Progress) -> None:
     """Tell what begins now."""
     progress(line, 0, 0, "")
+
+
+@dataclass(frozen=True)
+class Work:
+    """A verb's work on one model, at most: heads that are decided early need less."""
+
+    tokens: float  # through a forward pass
+    batch: int  # tokens of one forward pass
+    kept: int = 0  # tokens whose activations wait for a backward pass
+    trained: int = 0  # weights with a master, a gradient and two moments
+    less: str = ""  # options that make it less
+
+
+Budget = Callable[[Any, Work], None]  # of a model and the work to be done with it
+
+
+def unlimited(model: Any, work: Work) -> None:
+    """Nobody minds."""

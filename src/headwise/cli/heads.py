@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from headwise.cli.app import app
+from headwise.cli.app import app, resumable
 from headwise.cli.options import (
     AllowPickle,
     BatchSize,
@@ -67,7 +67,7 @@ def diagnose(
     chosen = chosen_texts(texts, lines, model, most=120)  # enough for a map, in seconds
     how = (dtype, device_map, allow_pickle, trust_remote_code)
     loaded = load_reader(model, how, bos, quiet, max_length=max_length)
-    with progress_bars(quiet) as progress:
+    with resumable("nothing was written"), progress_bars(quiet) as progress:
         diagnosis = run(
             loaded,
             chosen,
@@ -112,7 +112,7 @@ def survey(
     from headwise.diagnosis.view import survey_sheet
     from headwise.drawing import save_figure
 
-    with progress_bars(quiet) as progress:
+    with resumable("nothing was written"), progress_bars(quiet) as progress:
         result = run(
             sources,
             texts=given_texts(texts, lines),
@@ -151,7 +151,10 @@ def check(
     from headwise.errors import UnknownArchitectureError
     from headwise.forward.separability import check as run
 
+    screen = console(quiet)
+    screen.print(f"loading {model}", style="dim")
     loaded = load(model, dtype, device_map, allow_pickle, trust_remote_code)
+    screen.print("moving every kind of slice, one at a time", style="dim")
     result = run(loaded.model, seed=seed)
     path = save_artefact(out / "check.json", "check", {**result.to_json(), "model": loaded.id})
     if not result.passed:
@@ -159,7 +162,7 @@ def check(
             f"the heads of {model} are not separable as the table says: {result.reason()}",
             fix="correct its row in src/headwise/models/families/rows.py, or leave it alone",
         )
-    console(quiet).print(check_text(loaded, result))
+    screen.print(check_text(loaded, result))
     if write_row:
         from headwise.models.architectures import architecture_of
         from headwise.models.families.proposal import row_text

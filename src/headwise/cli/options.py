@@ -11,6 +11,7 @@ import typer
 if TYPE_CHECKING:
     from headwise.alarms import Alarm
     from headwise.models.loaded_model import LoadedModel
+    from headwise.progress import Budget, Work
     from headwise.texts.text_sets import TextSet
 
 
@@ -135,6 +136,23 @@ Adaptive = Annotated[
     bool,
     typer.Option("--adaptive/--fixed", help="Judge heads on as many texts as decide, or on all."),
 ]
+
+
+Yes = Annotated[bool, typer.Option("--yes", help="Start even if it takes over 24 h or all memory.")]
+
+
+def minding(quiet: bool, yes: bool) -> Budget:
+    """What a verb gives to its library function: say what the work will cost, refuse the absurd."""
+    from headwise.cli.show import console
+
+    def mind(model: Any, work: Work) -> None:
+        from headwise.forward.cost import estimate_cost, require_affordable
+
+        cost = estimate_cost(model, work)
+        console(quiet).print(str(cost), style="dim")
+        require_affordable(cost, work, yes)
+
+    return mind
 
 
 def given_texts(sources: list[str] | None, lines: bool) -> TextSet | None:

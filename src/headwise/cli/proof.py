@@ -25,10 +25,12 @@ from headwise.cli.options import (
     RemoteCode,
     Seed,
     Texts,
+    Yes,
     alarm,
     choice,
     chosen_texts,
     load_reader,
+    minding,
     patch_first_tokens,
     wrote,
 )
@@ -82,6 +84,7 @@ def evaluate(
     trust_remote_code: RemoteCode = False,
     force: Annotated[bool, typer.Option("--force", help="Apply patches to another base.")] = False,
     seed: Seed = 0,
+    yes: Yes = False,
     quiet: Quiet = False,
 ) -> None:
     """Perplexities with intervals, what every head is worth, dormant neurons."""
@@ -93,7 +96,7 @@ def evaluate(
     sets = [chosen_texts(texts, lines, model), paper_prompts()]
     how, before = (dtype, device_map, allow_pickle, trust_remote_code), patch_first_tokens(patch)
     loaded = load_reader(model, how, bos, quiet, inherited=before, max_length=max_length)
-    with progress_bars(quiet) as progress:
+    with resumable("nothing was written"), progress_bars(quiet) as progress:
         found = run(
             loaded,
             sets,
@@ -107,6 +110,7 @@ def evaluate(
             adaptive=adaptive,
             force=force,
             seed=seed,
+            budget=minding(quiet, yes),
             progress=progress,
         )
     print_sheets(evaluation_sheets(found), quiet)
@@ -141,7 +145,7 @@ def complete(
     chosen = None if prompts is None else read_prompts(prompts)
     how, before = (dtype, device_map, False, False), patch_first_tokens(patch)
     loaded = load_reader(model, how, bos, quiet, inherited=before)
-    with progress_bars(quiet) as progress:
+    with resumable("nothing was written"), progress_bars(quiet) as progress:
         found = run(
             loaded,
             chosen,
@@ -236,6 +240,7 @@ def capture(
     allow_pickle: AllowPickle = False,
     trust_remote_code: RemoteCode = False,
     seed: Seed = 0,
+    yes: Yes = False,
     quiet: Quiet = False,
 ) -> None:
     """Record query and key vectors as Parquet, in the sniffed-qk layout."""
@@ -262,6 +267,7 @@ def capture(
             settings=settings,
             batch_size=batch_size,
             resume=resume,
+            budget=minding(quiet, yes),
             progress=progress,
         )
     rows = sum(captured.rows.values())

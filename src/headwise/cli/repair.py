@@ -30,9 +30,11 @@ from headwise.cli.options import (
     Steps,
     Tracker,
     TreatmentName,
+    Yes,
     alarm,
     choice,
     load_reader,
+    minding,
     wrote,
 )
 
@@ -68,6 +70,7 @@ def repair(
     allow_pickle: AllowPickle = False,
     trust_remote_code: RemoteCode = False,
     seed: Seed = 0,
+    yes: Yes = False,
     quiet: Quiet = False,
 ) -> None:
     """Operate on the plan's heads and train only their slices, or run a control."""
@@ -82,14 +85,13 @@ def repair(
     how = (dtype, device_map, allow_pickle, trust_remote_code)
     before = [] if chosen is None else [(chosen.bos, f"the plan {plan}")]
     loaded = load_reader(model, how, bos, quiet, inherited=before)
-    changes = {"steps": steps, "lr": lr, "block": block, "batch_size": batch_size}
     with resumable(f"add --resume to go on in {out}"), progress_bars(quiet) as progress:
         done = run(
             loaded,
             chosen,
             texts,
             recipe_named(recipe) if recipe else None,
-            changes={key: value for key, value in changes.items() if value is not None},
+            changes=_given(steps=steps, lr=lr, block=block, batch_size=batch_size),
             out=out,
             mode=choice(mode, *MODES),
             treatment=treatment,
@@ -100,9 +102,15 @@ def repair(
             excluded=default_texts(model).texts,
             tracker=tracker,
             keep=read_texts(keep, lines=lines) if keep else None,
+            budget=minding(quiet, yes),
             progress=progress,
         )
     _tell(done, chosen, quiet)
+
+
+def _given(**options: float | None) -> dict[str, float]:
+    """The options that were named."""
+    return {key: value for key, value in options.items() if value is not None}
 
 
 def _tell(done: RepairRun, plan: SurgeryPlan | None, quiet: bool) -> None:

@@ -27,11 +27,11 @@ def console(quiet: bool = False) -> Console:
 
 
 def head_grid(diagnosis: Diagnosis, name: str = "first_token_mass") -> Text:
-    """Layers down, heads across: background by class, the digit is the mass in tenths."""
+    """Layer 0 at the bottom as in the figures: background by class, the digit is the mass."""
     mass = diagnosis.maps[name]
     text = Text("layer\\head ")
     text.append("".join(f"{h % 100:>3}" for h in range(mass.shape[1])) + "\n", style="dim")
-    for layer, row in enumerate(diagnosis.classes):
+    for layer, row in reversed(list(enumerate(diagnosis.classes))):
         text.append(f"{diagnosis.model.layer_numbers[layer]:>10} ", style="dim")
         for head, label in enumerate(row):
             digit = CLASS_LETTERS[label] + f"{min(int(mass[layer, head] * 10), 9)}"

@@ -95,6 +95,9 @@ def report(
     after: Annotated[
         Path | None, typer.Option(help="Its evaluation with the patch; default: out/after.")
     ] = None,
+    triage: Annotated[
+        Path | None, typer.Option(help="A triage of stock; default: out/triage.")
+    ] = None,
     paper: Annotated[
         bool | None,
         typer.Option(
@@ -106,7 +109,7 @@ def report(
 ) -> None:
     """Write report.html, figures and tables from artefacts alone; no model is loaded."""
     folder = source.parent if source.is_file() else source
-    _write_report(source, out or folder / "report", quiet, before, after, paper)
+    _write_report(source, out or folder / "report", quiet, before, after, triage, paper)
 
 
 def _write_report(
@@ -115,12 +118,13 @@ def _write_report(
     quiet: bool,
     before: Path | None = None,
     after: Path | None = None,
+    triage: Path | None = None,
     paper: bool | None = None,
 ) -> None:
     from headwise.cli.show import console
     from headwise.report.write import write_report
 
-    path = write_report(source, out, before=before, after=after, paper=paper)
+    path = write_report(source, out, before=before, after=after, triage=triage, paper=paper)
     console(quiet).print(f"look at {path}")
 
 

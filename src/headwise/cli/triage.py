@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headwise.cli.app import app
+from headwise.cli.app import app, resumable
 from headwise.cli.options import (
     AllowPickle,
     Bos,
@@ -21,8 +21,10 @@ from headwise.cli.options import (
     RemoteCode,
     Seed,
     Texts,
+    Yes,
     given_texts,
-    load,
+    load_reader,
+    minding,
     wrote,
 )
 
@@ -30,15 +32,6 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from headwise.diagnosis.triage_values import Triage
-
-LETTERS = {
-    "asleep": ("Z", "#b39ddb"),
-    "parked": ("P", "#90caf9"),
-    "working": ("W", "#a5d6a7"),
-    "empty": ("0", "#ffcc80"),
-    "constant": ("c", "#ffe082"),
-    "undecided": ("?", "#e0e0e0"),
-}
 
 
 @app.command()
@@ -62,6 +55,7 @@ def triage(
     trust_remote_code: RemoteCode = False,
     force: Annotated[bool, typer.Option("--force", help="Accept another's diagnosis.")] = False,
     seed: Seed = 0,
+    yes: Yes = False,
     quiet: Quiet = False,
 ) -> None:
     """Judge sick heads: asleep, parked, working, empty, constant, or undecided."""
@@ -72,17 +66,20 @@ def triage(
     from headwise.therapy.triage import TriageSettings, triage as run
 
     chosen, read = given_texts(texts, lines), read_snapshot(diagnosis).diagnosis
-    loaded = load(model, dtype, device_map, allow_pickle, trust_remote_code)
+    how = (dtype, device_map, allow_pickle, trust_remote_code)
+    earlier = read.provenance.settings
+    before = [] if earlier is None else [(earlier.bos, f"the diagnosis {diagnosis}")]
+    loaded = load_reader(model, how, bos, quiet, inherited=before, max_length=max_length)
     thresholds = TriageThresholds(negligible=negligible)
-    with progress_bars(quiet) as progress:
+    with resumable("nothing was written"), progress_bars(quiet) as progress:
         found = run(
             loaded,
             read,
             chosen,
             heads=heads,
             settings=TriageSettings(max_texts, max_length, dose, seed, thresholds),
-            bos=bos,
             force=force,
+            budget=minding(quiet, yes),
             progress=progress,
         )
     console(quiet).print(triage_grid(found))
@@ -91,22 +88,24 @@ def triage(
 
 
 def triage_grid(found: Triage) -> Text:
-    """Layers down, heads across: the letter of the class, a dot where nothing was asked."""
+    """Layer 0 at the bottom: the letter of the class, a dot where nothing was asked."""
     from rich.text import Text
+
+    from headwise.diagnosis.view import TRIAGE_LETTERS
 
     heads = found.model.num_heads
     text = Text("layer\\head ")
     text.append("".join(f"{h % 100:>3}" for h in range(heads)) + "\n", style="dim")
-    for layer in found.model.layer_numbers:
+    for layer in reversed(found.model.layer_numbers):
         text.append(f"{layer:>10} ", style="dim")
         for index in range(heads):
             judged = found.heads.get(f"L{layer}H{index}")
             label: str = judged.class_ if judged else ""
-            letter, colour = LETTERS.get(label, ("·", "default"))
+            letter, colour = TRIAGE_LETTERS.get(label, ("·", "default"))
             text.append(f"  {letter}", style=f"black on {colour}" if label else "dim")
         text.append("\n")
     text.append("           ")
-    for name, (letter, colour) in LETTERS.items():
+    for name, (letter, colour) in TRIAGE_LETTERS.items():
         text.append(f" {letter} {name} {found.counts[name]} ", style=f"black on {colour}")
         text.append(" ")
     return text

@@ -21,7 +21,7 @@ from headwise.errors import ArtefactError, HeadwiseError
 from headwise.frames import frame
 from headwise.progress import Progress, silent, stage
 from headwise.sheets import sheets_html
-from headwise.values import plain_fields
+from headwise.values import plain_fields, to_plain
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -50,6 +50,7 @@ class SurveyRow:
     sick_count_by_index: tuple[int, ...]
     spearman_slope_sick_share: float | None
     share_between: float  # of the heads, with a mass from 0.4 to 0.6
+    read: str | None = None  # on what and how; a published map does not tell
 
     def to_json(self) -> dict[str, Any]:
         """The row in `survey.json`."""
@@ -111,7 +112,34 @@ def survey(
             diagnoses.append(_diagnose(loaded, texts, max_length, batch_size, progress))
     if not diagnoses:
         raise HeadwiseError("nothing to survey", fix="name at least one model or diagnosis.json")
+    _require_alike(diagnoses)
     return Survey(tuple(_row(diagnosis) for diagnosis in diagnoses), tuple(diagnoses))
+
+
+def _require_alike(diagnoses: Sequence[Diagnosis]) -> None:
+    """Masses and classes are compared at equal lengths, queries and thresholds alone."""
+    seen: dict[str, str] = {}
+    for diagnosis in diagnoses:
+        how = diagnosis.provenance.settings
+        if how is not None:
+            cuts = ", ".join(f"{key} {cut}" for key, cut in to_plain(diagnosis.thresholds).items())
+            settings = f"max_length {how.max_length}, skip_queries {how.skip_queries}, {cuts}"
+            seen.setdefault(settings, diagnosis.model.id)
+    if len(seen) > 1:
+        told = "; ".join(f"{model}: {settings}" for settings, model in seen.items())
+        raise HeadwiseError(
+            f"these were read with different settings: {told}",
+            fix="diagnose all of them with the same options, --max-length first",
+        )
+
+
+def _read(diagnosis: Diagnosis) -> str | None:
+    """Texts, length and first token of a diagnosis in a few words."""
+    how, texts = diagnosis.provenance.settings, diagnosis.provenance.texts
+    if how is None:
+        return None
+    name = "" if texts is None else f"{texts.name}, "
+    return f"{name}{how.max_length} tokens, {'' if how.bos else 'no '}BOS"
 
 
 def _loaded(
@@ -163,6 +191,7 @@ def _row(diagnosis: Diagnosis) -> SurveyRow:
         sick_count_by_index=tuple(int(n) for n in diagnosis.sick.sum(0)),
         spearman_slope_sick_share=slope_correlation(diagnosis),
         share_between=diagnosis.threshold_sweep.share_between,
+        read=_read(diagnosis),
     )
 
 

@@ -25,13 +25,23 @@ CLASS_COLOURS = {
 }
 
 
+# triage classes: letter and colour
+TRIAGE_LETTERS = {
+    "asleep": ("Z", "#b39ddb"),
+    "parked": ("P", "#90caf9"),
+    "working": ("W", "#a5d6a7"),
+    "empty": ("0", "#ffcc80"),
+    "constant": ("c", "#ffe082"),
+    "undecided": ("?", "#e0e0e0"),
+}
+
+
 def grid_html(diagnosis: Diagnosis) -> str:
     """The head grid as an HTML table, for notebooks; hover shows the numbers."""
     mass = diagnosis.maps["first_token_mass"]
     rows = []
-    for number, (layer, row) in enumerate(
-        zip(diagnosis.model.layer_numbers, diagnosis.classes, strict=True)
-    ):
+    found = zip(diagnosis.model.layer_numbers, diagnosis.classes, strict=True)
+    for number, (layer, row) in reversed(list(enumerate(found))):  # layer 0 below, as in figures
         cells = "".join(
             _html_cell(diagnosis.maps, number, Head(layer, head), c) for head, c in enumerate(row)
         )
@@ -92,4 +102,5 @@ def survey_sheet(found: Survey) -> Sheet:
                 "" if rho is None else f"{rho:.2f}",
             )
         )
-    return sheet("survey", columns, rows)
+    how = list(dict.fromkeys(row.read for row in found.rows if row.read))
+    return sheet("survey" + f" ({'; '.join(how)})" * bool(how), columns, rows)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from headwise.artefacts import versions
+from headwise.report.finding import Verdict
 from headwise.report.paper.losses import against_stock
 from headwise.report.source import Source, read_source
-from headwise.report.verdict import Verdict, judge, main_run
+from headwise.report.verdict import judge, main_run
 
 
 def model_card(run: Path | str) -> str:

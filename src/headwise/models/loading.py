@@ -11,11 +11,13 @@ import io
 import logging
 import os
 import shutil
+import socket
 import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from safetensors import SafetensorError
@@ -37,6 +39,9 @@ from headwise.models.patch import Patch
 from headwise.models.patient import PATIENTS, empty_patch_path, patient_dir
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
+
+
+_PATIENCE = 3.0  # seconds until the hub counts as out of reach
 
 
 _SOURCE, _WEIGHTS = "source.json", "model.safetensors"
@@ -69,6 +74,8 @@ def load_model(
         source = str(converted_gguf(path))
     elif not is_there(path) and (name.startswith((".", "/")) or name.count("/") > 1):
         raise ModelError("no such model directory", where=name, fix="check the path")
+    elif not path.exists():
+        require_hub(name)
     with quietly():
         words = _load_tokenizer(tokenizer or source, options)
         model = _load_weights(source, options, dtype, device_map, allow_pickle)
@@ -79,6 +86,41 @@ def load_model(
     require_finite(model)
     model.eval()
     return LoadedModel(name, model, words, decide_first_token(model, words, bos))
+
+
+def require_hub(name: str) -> None:
+    """Refuse a hub id at once if it is not in the local cache and the hub cannot be reached.
+
+    transformers itself would try again and again for minutes.
+    """
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        raise ModelError(
+            "no such model directory, nor a hub id", where=name, fix="check the name"
+        ) from None
+    if isinstance(cached, str) or (not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT)):
+        return
+    raise ModelError(
+        f"offline: {constants.ENDPOINT} cannot be reached, and this model is not in the cache",
+        where=name,
+        fix="pass a local model directory or a .gguf file, or check the network",
+    )
+
+
+def _answers(endpoint: str) -> bool:
+    """Whether a host takes connections; behind a proxy only the proxy knows."""
+    if any(os.environ.get(key) for key in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY")):
+        return True
+    address = urlsplit(endpoint)
+    try:
+        socket.create_connection((address.hostname, address.port or 443), _PATIENCE).close()
+    except OSError:
+        return False
+    return True
 
 
 def converted_gguf(path: Path) -> Path:

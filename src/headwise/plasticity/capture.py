@@ -52,8 +52,8 @@ from headwise.plasticity.writer import (
     require_whole,
     staged_file,
 )
-from headwise.progress import Progress, silent, track
-from headwise.texts.batches import batches, encode_for
+from headwise.progress import Budget, Progress, Work, silent, track, unlimited
+from headwise.texts.batches import batches, encode_for, token_count
 from headwise.texts.text_sets import TextSet, as_text_set
 from headwise.values import to_plain
 
@@ -86,11 +86,13 @@ def capture(
     settings: CaptureSettings | None = None,
     batch_size: int = 4,
     resume: bool = False,
+    budget: Budget = unlimited,
     progress: Progress = silent,
 ) -> Captured:
     """Capture the chosen query heads (default all) and the key heads they use.
 
-    `patches` are on the model while it runs, and off it afterwards.
+    `patches` are on the model while it runs, and off it afterwards. `budget` hears how much work it
+    is, before it starts.
     """
     read = [Patch.load(patch) if isinstance(patch, Path) else patch for patch in patches]
     found, how = as_text_set(texts, loaded.id), settings or CaptureSettings()
@@ -98,6 +100,9 @@ def capture(
     for patch in read:
         loaded = loaded.inheriting(patch.info.bos, "the patch")
     how = replace(how, bos=loaded.bos, max_length=loaded.length(how.max_length))
+    tokens = token_count(loaded, found.texts, how.max_length)
+    less = "--texts, --max-length, --layers"
+    budget(loaded.model, Work(tokens, batch_size * how.max_length, less=less))
     with one_writer(Path(out)), applied(loaded.model, read):
         return _capture_as_it_is(loaded, found, Path(out), heads, how, batch_size, resume, progress)
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headwise.diagnosis.mean_outputs import head_mean
+from headwise.forward.checkpointing import checkpointed
 from headwise.forward.frozen import frozen
 from headwise.forward.losses import shifted_targets, summed_loss
 from headwise.forward.replaced_outputs import (
@@ -182,7 +183,10 @@ def _replacements(
 def first_order_importance(
     model: PreTrainedModel, encoded: Sequence[Sequence[int]], *, batch_size: int = 4
 ) -> Float[np.ndarray, "layer head"]:
-    """Estimated change of mean loss without a head: -E[o . dL/do], from one backward pass."""
+    """Estimated change of mean loss without a head: -E[o . dL/do], from one backward pass.
+
+    Activations are recomputed layer by layer: kept, they would be the peak of an evaluation.
+    """
     geometry = geometry_of(model)
     estimate = torch.zeros(geometry.num_layers, geometry.num_heads, dtype=torch.float64)
     tokens = sum(len(ids) - 1 for ids in encoded)
@@ -196,13 +200,14 @@ def _add_first_order(model: PreTrainedModel, batch: Batch, estimate: Tensor) -> 
     gates: dict[int, Tensor] = {}
 
     def gate(sight: Sight) -> Tensor:
-        gates[sight.layer] = torch.ones(
-            1, sight.out.shape[1], 1, 1, device=sight.out.device, requires_grad=True
-        )
+        if sight.layer not in gates:  # a recomputed layer must meet its first gate again
+            gates[sight.layer] = torch.ones(
+                1, sight.out.shape[1], 1, 1, device=sight.out.device, requires_grad=True
+            )
         return sight.out * gates[sight.layer]
 
     ids = batch.ids.to(device_of(model))
-    with tapped(model, gate):
+    with tapped(model, gate), checkpointed(model, 0):
         last = backbone_of(model)(input_ids=ids, use_cache=False).last_hidden_state
         loss = summed_loss(model, last, shifted_targets(ids, batch.lengths))
         layers = sorted(gates)

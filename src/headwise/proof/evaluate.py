@@ -29,7 +29,7 @@ from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.model_info import ModelInfo
 from headwise.models.patch import Patch, applied
 from headwise.models.patch_info import PatchInfo
-from headwise.progress import Progress, silent
+from headwise.progress import Budget, Progress, Work, silent, unlimited
 from headwise.proof.ablation import Ablation, ablate_heads, first_order_importance
 from headwise.proof.evaluation import (
     Evaluation,
@@ -45,7 +45,7 @@ from headwise.proof.perplexity import TextLosses, text_losses
 from headwise.proof.staged import discoveries, student_p
 from headwise.proof.usefulness import judge_heads
 from headwise.surgery.plan import operated_heads
-from headwise.texts.batches import DEFAULT_MAX_LENGTH, batches, encode_for
+from headwise.texts.batches import DEFAULT_MAX_LENGTH, batches, encode_for, token_count
 from headwise.texts.text_sets import TextSet, default_texts, document_hash, read_texts
 from headwise.texts.unigram import unigram_loss
 
@@ -78,6 +78,7 @@ def evaluate(
     bos: bool | None = None,
     stock: Diagnosis | None = None,
     seed: int = 0,
+    budget: Budget = unlimited,
     progress: Progress = silent,
 ) -> Evaluation:
     """Evaluate one condition: the model with `patches` on it, which it loses again afterwards.
@@ -86,7 +87,8 @@ def evaluate(
     ones, and all in models of at most 100) one by one, and `joint` sets together. With patches the
     stock model is diagnosed too, unless its diagnosis on the same texts is given as `stock`. Of
     each set the first texts are read that together have at most `max_tokens`. `adaptive` takes
-    documents in stages until each head is decided, else every head sees them all.
+    documents in stages until each head is decided, else every head sees them all. `budget` hears
+    how much work it is, before it starts.
     """
     read = [Patch.load(p) if isinstance(p, Path) else p for p in patches]
     told = [
@@ -103,17 +105,35 @@ def evaluate(
     if max_tokens is not None:
         sets = [_capped(loaded, texts, max_length, max_tokens) for texts in sets]
     how = _How(loaded.length(max_length), max_texts, batch_size, adaptive, seed, progress)
+    wanted = _wanted(loaded, heads, joint, told)
+    budget(loaded.model, _work(loaded, sets, wanted, how, diagnoses=1 + bool(read and not stock)))
     if read and stock is None:
         stock = _diagnose(loaded, sets, how)
     before = _Before(base, tuple(told), stock, joined(loaded.alarms, _leaks(read, sets)))
     with applied(loaded.model, read, force=force):
-        found = _evaluate_as_it_is(loaded, before, sets, _wanted(loaded, heads, joint, told), how)
+        found = _evaluate_as_it_is(loaded, before, sets, wanted, how)
         if tasks:
             from headwise.proof.lm_eval import run_tasks
 
             scores = run_tasks(loaded.model, loaded.tokenizer, tasks, batch_size=batch_size)
             found = replace(found, tasks=scores)
     return found
+
+
+def _work(
+    loaded: LoadedModel, sets: Sequence[TextSet], wanted: _Wanted, how: _How, *, diagnoses: int
+) -> Work:
+    """Losses of all texts; diagnoses, means, activations, the gradient and ablations of some."""
+    judged = _judged(sets, how)
+    tokens = token_count(loaded, judged.texts, how.max_length)
+    every = sum(token_count(loaded, texts.texts, how.max_length) for texts in sets)
+    # an ablation re-runs half the layers on average; sets also with means, or heads if not staged
+    ablations = (len(wanted.singles) * (1 if how.adaptive else 2) + 2 * len(wanted.joint)) / 2
+    return Work(
+        tokens=every + tokens * (diagnoses + 2 + 4 + ablations),
+        batch=how.batch_size * how.max_length,
+        less="--heads, --max-texts, --max-tokens",
+    )
 
 
 def _capped(loaded: LoadedModel, texts: TextSet, max_length: int, most: int) -> TextSet:

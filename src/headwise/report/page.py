@@ -10,7 +10,6 @@ import base64
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -20,15 +19,18 @@ from headwise.intervals import Interval
 from headwise.models.model_info import ModelInfo
 from headwise.proof.completed_texts import Completions
 from headwise.provenance import Provenance
+from headwise.report.effect import effect_of
+from headwise.report.finding import Verdict
 from headwise.report.paper.losses import against_stock
 from headwise.report.payload import as_script, page_payload
 from headwise.report.recovered import recovered
 from headwise.report.source import Source
 from headwise.report.tables import Column, Entry, Table, make_table
-from headwise.report.verdict import Verdict, main_run
+from headwise.report.verdict import main_run
 from headwise.values import to_plain
 
 ASSETS = DATA / "report"
+SCRIPTS = ("sheets.js", "heads.js", "detail.js")  # one function of several files, in this order
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ class CompletionSection:
 
 @dataclass(frozen=True)
 class Plate:
-    """One figure: the PNG inlined, with its size so that the page does not jump."""
+    """One figure: its PNG for light and dark pages, with the size so that nothing jumps."""
 
     key: str
     name: str
@@ -139,6 +141,7 @@ class Plate:
     notes: tuple[str, ...] = ()
     missing: str = ""
     image: str = field(default="", repr=False)
+    dark: str = field(default="", repr=False)
     width: int = 0
     height: int = 0
 
@@ -173,7 +176,7 @@ def render_page(
             "paper": paper,
         },
         css=_asset("report.css"),
-        js=_asset("report.js"),
+        js=Markup("\n").join(_asset(name) for name in SCRIPTS),
         verdict=verdict,
         cards=_cards(source),
         forest=_forest(source),
@@ -212,6 +215,10 @@ def _cards(source: Source) -> list[Fact]:
     if change is not None:
         note = f"{change.low:+.4f} to {change.high:+.4f} nats per token"
         cards.append(Fact("held-out loss", f"{change.value:+.4f}", note))
+    effect = effect_of(source, main)
+    if effect is not None:
+        told = f"{effect.perplexity_change:+.2%}"
+        cards.append(Fact("perplexity", told, effect.perplexities))
     return cards
 
 
@@ -238,7 +245,9 @@ def _forest(source: Source) -> Forest | None:
             place(change.low),
             round(place(change.high) - place(change.low), 2),
             f"{change.value:+.4f} ({change.low:+.4f} to {change.high:+.4f})",
-            f"{count} heads functional" if (count := recovered(source, arm)) else "",
+            f"{count} heads functional"
+            if (count := recovered(source, arm)) and count.tested
+            else "",
         )
         for arm, change in found
     )
@@ -345,12 +354,17 @@ def _pairs(value: object) -> str:
 
 
 def plate(
-    key: str, name: str, title: str, path: Path | None, *, notes: Sequence[str], missing: str
+    key: str,
+    name: str,
+    title: str,
+    pictures: tuple[bytes, bytes] | None,
+    *,
+    notes: Sequence[str],
+    missing: str,
 ) -> Plate:
-    """One figure of the page; without a file it is words."""
-    if path is None:
+    """One figure of the page, as PNGs for light and dark; without them it is words."""
+    if pictures is None:
         return Plate(key, name, title, tuple(notes), missing)
-    content = path.read_bytes()
-    width, height = struct.unpack(">II", content[16:24])  # the PNG header
-    image = base64.b64encode(content).decode()
-    return Plate(key, name, title, tuple(notes), missing, image, width // 2, height // 2)
+    width, height = struct.unpack(">II", pictures[0][16:24])  # the PNG header
+    light, dark = (base64.b64encode(picture).decode() for picture in pictures)
+    return Plate(key, name, title, tuple(notes), missing, light, dark, width // 2, height // 2)

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
+from headwise.diagnosis.triage_values import TRIAGE_CLASSES
 from headwise.diagnosis.values import CLASSES, Diagnosis
+from headwise.diagnosis.view import TRIAGE_LETTERS
 from headwise.proof.zones import Map
 from headwise.report.source import MASS, Condition, Source
 from headwise.report.tables import Table, to_csv
@@ -35,6 +37,9 @@ class ShownMeasure:
     unit: str = ""
     diverging: bool = False
     digits: int = 3
+    names: tuple[str, ...] = ()  # of a measure that is a class: its values are their numbers
+    letters: tuple[str, ...] = ()
+    colours: tuple[str, ...] = ()
 
 
 MEASURES = (
@@ -89,6 +94,15 @@ MEASURES = (
         "value norm of token 0",
         "Norm of the first token's value over the others': sinks often make it small.",
     ),
+    ShownMeasure(
+        "triage",
+        "triage class",
+        "Why a sick head of the stock model is sick, as `headwise triage` measured it.",
+        (0, len(TRIAGE_CLASSES) - 1),
+        names=TRIAGE_CLASSES,
+        letters=tuple(TRIAGE_LETTERS[name][0] for name in TRIAGE_CLASSES),
+        colours=tuple(TRIAGE_LETTERS[name][1] for name in TRIAGE_CLASSES),
+    ),
 )
 Interval3 = list[float]  # value, low, high
 
@@ -102,6 +116,8 @@ def page_payload(source: Source, tables: Sequence[Table]) -> dict[str, Any]:
     keys = {key for c in conditions for key in c["maps"]}
     keys |= {"change"} if stock >= 0 else set()
     keys |= {"ablation"} if any(c["ablation"] for c in conditions) else set()
+    triage = _triage(source, shown[0][1]) if shown else None
+    keys |= {"triage"} if triage else set()
     main = main_run(source)
     names = [condition.key for condition, _ in shown]
     layers, heads = shown[0][1].model.shape if shown else (0, 0)
@@ -114,11 +130,33 @@ def page_payload(source: Source, tables: Sequence[Table]) -> dict[str, Any]:
         "buckets": _buckets([diagnosis for _, diagnosis in shown]),
         "classes": CLASSES,
         "conditions": conditions,
-        "measures": [to_plain(row) for row in MEASURES if row.key in keys],
+        "measures": [_shown(row) for row in MEASURES if row.key in keys],
+        "triage": triage,
         "stock": stock,
         "open": names.index(main.key) if main is not None and main.key in names else 0,
         "start": _start(source, shown[0][1]) if shown else [0, 0],
     }
+
+
+def _shown(row: ShownMeasure) -> dict[str, Any]:
+    """A measure as the script reads it; what only classes have is left out elsewhere."""
+    return {key: value for key, value in to_plain(row).items() if value != []}
+
+
+def _triage(source: Source, shown: Diagnosis) -> list[list[int | None]] | None:
+    """[layer][head] of the class's number; None where a head was not judged."""
+    if source.triage is None or source.triage.model.shape != shown.model.shape:
+        return None
+    heads = source.triage.heads
+    return [
+        [
+            TRIAGE_CLASSES.index(heads[name].class_)
+            if (name := f"L{layer}H{head}") in heads
+            else None
+            for head in range(shown.model.num_heads)
+        ]
+        for layer in shown.model.layer_numbers
+    ]
 
 
 def _condition(condition: Condition, diagnosis: Diagnosis) -> dict[str, Any]:

@@ -13,10 +13,23 @@ class Recovered:
 
     passed: tuple[int, ...]
     operated: tuple[int, ...]
+    were_sick: bool = True  # some treated head, in stock
+
+    @property
+    def tested(self) -> bool:
+        """Whether any head was put to the test."""
+        return any(self.operated)
+
+    @property
+    def untested(self) -> str:
+        """Why no head was tested."""
+        if self.were_sick:
+            return "No treated head was ablated, so none can be called recovered."
+        return "No treated head was sick in stock, so none can recover."
 
     def __str__(self) -> str:
-        if not any(self.operated):
-            return "none (no treated head was sick in stock)"
+        if not self.tested:
+            return "none judged" if self.were_sick else "none sick in stock"
         if len(set(self.operated)) > 1:
             pairs = zip(self.passed, self.operated, strict=True)
             return " and ".join(f"{passed} of {operated}" for passed, operated in pairs)
@@ -32,5 +45,7 @@ def recovered(source: Source, arm: str, key: str = "functional") -> Recovered | 
         return None
     tested = "judged" if key == "functional" else "operated"
     return Recovered(
-        tuple(getattr(r, key) for r in known), tuple(getattr(r, tested) for r in known)
+        tuple(getattr(r, key) for r in known),
+        tuple(getattr(r, tested) for r in known),
+        any(r.was_sick != 0 for r in known),
     )

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from headwise.alarms import Alarm, joined
+from headwise.diagnosis.triage_values import Triage
 from headwise.diagnosis.values import Diagnosis, classify
 from headwise.errors import ArtefactError
 from headwise.integrity.checksums import require_run
@@ -33,7 +34,7 @@ from headwise.surgery.run_settings import RunSettings
 from headwise.surgery.run_state import RUN, TraceRow, TrainStep, Validation, read_trace
 from headwise.watch.film import FILM, Film
 
-MASS = "first_token_mass"
+MASS, TRIAGE = "first_token_mass", "triage.json"
 Artefact = TypeVar("Artefact")
 
 
@@ -137,6 +138,7 @@ class Source:
     summary: StudySummary | None = field(default=None, repr=False)
     completions: Completions | None = field(default=None, repr=False)
     missing: tuple[str, ...] = ()  # arms that were asked for and are not finished
+    triage: Triage | None = field(default=None, repr=False)  # of stock
 
     @property
     def conditions(self) -> list[Condition]:
@@ -195,12 +197,43 @@ class Source:
         return None
 
 
-def read_source(folder: Path, before: Path | None = None, after: Path | None = None) -> Source:
+def read_source(
+    folder: Path,
+    before: Path | None = None,
+    after: Path | None = None,
+    triage: Path | None = None,
+) -> Source:
     """Read a study, a run, or a folder with a diagnosis or an evaluation.
 
     A run's evaluations `before` and `after` are found beside it (`out/before`, `out/after`) if they
-    do not lie in it and are not named.
+    do not lie in it and are not named; a triage of the same weights in the folder, in a study's
+    `stock` or beside it (`out/triage`).
     """
+    found = _read_folder(folder, before, after)
+    return replace(found, triage=_triage(found, triage))
+
+
+def _triage(source: Source, named: Path | None) -> Triage | None:
+    """The triage that is named (a file or a folder), or one nearby of the same weights."""
+    ours = None if source.model is None else source.model.fingerprint
+    if named is not None:
+        found = Triage.load(named if named.is_file() else named / TRIAGE)
+        if ours is not None and found.model.fingerprint != ours:
+            raise ArtefactError(
+                f"a triage of other weights ({found.model.id}, not {source.model_id})",
+                where=named,
+                fix="pass the triage of the stock model",
+            )
+        return found
+    folder = source.folder
+    for place in (folder, folder / "stock", folder.parent / "triage"):
+        near = _optional(place / TRIAGE, Triage.load)
+        if near is not None and near.model.fingerprint == ours:
+            return near
+    return None
+
+
+def _read_folder(folder: Path, before: Path | None, after: Path | None) -> Source:
     if folder.is_file() and folder.suffix == ".json":
         folder = folder.parent
     if not folder.is_dir():

@@ -9,20 +9,16 @@ that does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
-from headwise.alarms import Alarm
 from headwise.heads import heads_where
 from headwise.intervals import Interval
+from headwise.report.effect import effect_of
+from headwise.report.finding import Finding, Tone, Verdict, film_verdict
 from headwise.report.paper.drift import zone_drift
-from headwise.report.paper.losses import against_stock, held_out
+from headwise.report.paper.losses import against_stock
 from headwise.report.recovered import recovered
 from headwise.report.source import Condition, Source
-from headwise.watch.film import Film
-
-Tone = Literal["good", "bad", "plain", "caution"]
-
 
 # what each control holds fixed, and so what a difference to it is due to
 CONTROLS = {
@@ -32,26 +28,6 @@ CONTROLS = {
     "lora": "low-rank training of the same layers",
     "ablate": "the same heads silenced for good",
 }
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One sentence or two, and whether it speaks for the operation."""
-
-    title: str
-    text: str
-    tone: Tone = "plain"
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The headline and what it rests on."""
-
-    headline: str
-    tone: Tone
-    findings: tuple[Finding, ...]
-    basis: str = ""  # how much it rests on, in one line
-    alarms: tuple[Alarm, ...] = ()  # what speaks against believing any of it
 
 
 def judge(source: Source) -> Verdict:
@@ -75,10 +51,10 @@ def judge(source: Source) -> Verdict:
 
 def _judge(source: Source) -> Verdict:
     main = main_run(source)
-    found = [_sickness(source)]
+    found = [_sickness(source), _triaged(source)]
     film = None if source.stock is None else source.stock.film
     if film is not None:
-        return _filmed(film, found)
+        return film_verdict(film, found)
     if main is None:
         return Verdict(_sick_headline(source), "plain", tuple(f for f in found if f))
     found += [
@@ -97,30 +73,18 @@ def _judge(source: Source) -> Verdict:
     return Verdict(headline, tone, tuple(f for f in found if f is not None), _basis(source, main))
 
 
-def _filmed(film: Film, found: list[Finding | None]) -> Verdict:
-    """What a training run did to the heads; its alarms are about the model, not the numbers."""
-    first, last = film.readings[0], film.readings[-1]
-    told = f"{len(film.alarms)} alarms" if film.alarms else "no alarm"
-    counts = f"{len(first.sick)} sick heads at step {first.step}, {len(last.sick)} at {last.step}"
-    sick = [f"{head} at step {step}" for head, step in film.first_sick.items() if step > first.step]
-    if sick:
-        found = [*found, Finding("Heads that became sick", ", ".join(sick), "bad")]
-    alarms = tuple(one.alarm for one in film.alarms)
-    tone: Tone = "bad" if film.alarms else "plain"
-    basis = f"{len(film.readings)} readings on the probe texts"
-    return Verdict(f"{counts}; {told}.", tone, tuple(f for f in found if f), basis, alarms)
-
-
 def _basis(source: Source, main: Condition) -> str:
-    """Steps, seeds and recovered heads: a headline must not hide how little it rests on."""
+    """The size of the effect, steps, seeds and recovered heads: what a headline must not hide."""
+    effect = effect_of(source, main)
+    size = f"{effect} " if effect else ""
     if main.run is None:
-        return ""
+        return size.strip()
     steps, seeds = main.run.recipe.steps, len(source.of_arm(main.arm))
     text = f"After {steps} training steps, {seeds} seed{'s' * (seeds > 1)}"
     recovery = None if main.evaluation is None else main.evaluation.recovery
     if recovery:
         text += f"; {recovery.functional} of {recovery.judged} judged heads functionally recovered"
-    return f"{text}. Other budgets may order the arms otherwise."
+    return f"{size}{text}. Other budgets may order the arms otherwise."
 
 
 def main_run(source: Source) -> Condition | None:
@@ -167,6 +131,14 @@ def _sickness(source: Source) -> Finding | None:
             f"{'does not depend' if same else 'depends'} on where the line is drawn."
         )
     return Finding("Heads that are sick in stock", text)
+
+
+def _triaged(source: Source) -> Finding | None:
+    if source.triage is None:
+        return None
+    counts = ", ".join(f"{count} {name}" for name, count in source.triage.counts.items() if count)
+    judged = _count(len(source.triage.heads), "head")
+    return Finding("Why they are sick", f"Triage of {judged}: {counts or 'none judged'}.")
 
 
 def _untrained(main: Condition) -> Finding | None:
@@ -247,6 +219,8 @@ def _by_function(source: Source, main: Condition) -> Finding | None:
     ours = recovered(source, main.arm)
     if ours is None:
         return None
+    if not ours.tested:
+        return Finding("By function", ours.untested, "caution")
     text = (
         f"{ours} judged heads are functionally recovered: sick in stock, not sick now, and "
         "ablating them raises held-out loss with 95% confidence."
@@ -280,11 +254,10 @@ def _loss(source: Source, main: Condition) -> Finding | None:
     change = against_stock(source, main.arm)
     if change is None:
         return None
-    before = None if source.stock is None else held_out(source, source.stock)
-    after = held_out(source, main)
+    effect = effect_of(source, main)
     text = f"Held-out loss changed by {interval(change)} nats per token against stock"
-    if before and after:
-        text += f"; perplexity {before.value:.4g} to {after.value:.4g} (seed {main.seed})"
+    if effect:
+        text += f"; perplexity {effect.perplexities}"
     tone: Tone = "good" if change.high < 0 else "bad" if change.low > 0 else "plain"
     others = [
         f"on {name} {interval(other)}"

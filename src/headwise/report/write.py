@@ -30,14 +30,16 @@ def write_report(
     *,
     before: Path | None = None,
     after: Path | None = None,
+    triage: Path | None = None,
     paper: bool | None = None,
 ) -> Path:
     """Report on a study, a run, or a folder with a diagnosis; returns the page's path.
 
-    `before` and `after` are evaluations that belong to a run. The paper's own rows and figures
+    `before` and `after` are evaluations that belong to a run, `triage` one of its stock model. The
+    paper's own rows and figures
     stand beside BLOOM models only, unless `paper` says otherwise.
     """
-    out, found = Path(out), read_source(Path(source), before, after)
+    out, found = Path(out), read_source(Path(source), before, after, triage)
     beside = (found.model is None or found.model.model_type == "bloom") if paper is None else paper
     tables = paper_tables(found) if beside else own_tables(found)
     save_tables(tables, out / "tables")
@@ -77,9 +79,9 @@ def _write_figures(source: Source, folder: Path) -> list[Plate]:
     entries = []
     for number, (slug, title, draw) in PAPER_FIGURES.items():
         key = f"figure{number}_{slug}"
-        path = _save(key, draw(source), folder)
+        drawn = _save(key, draw(source), folder)
         notes = FIGURE_NOTES[number]
-        entries.append(plate(key, f"Figure {number}", title, path, notes=notes, missing=""))
+        entries.append(plate(key, f"Figure {number}", title, drawn, notes=notes, missing=""))
     return entries + _write_own_figures(source, folder)
 
 
@@ -89,16 +91,20 @@ def _write_own_figures(source: Source, folder: Path) -> list[Plate]:
 
     entries = []
     for slug, (title, draw) in MORE_FIGURES.items():
-        path = _save(slug, draw(source), folder)
-        missing = "" if path else f"{title}: this folder has no data for it."
-        entries.append(plate(slug, "More", title, path, notes=(), missing=missing))
+        drawn = _save(slug, draw(source), folder)
+        missing = "" if drawn else f"{title}: this folder has no data for it."
+        entries.append(plate(slug, "More", title, drawn, notes=(), missing=missing))
     return entries
 
 
-def _save(key: str, figure: Any, folder: Path) -> Path | None:
+def _save(key: str, figure: Any, folder: Path) -> tuple[bytes, bytes] | None:
+    """Write the figure's files; returns its picture for light and for dark pages."""
     if figure is None:
         return None
+    from headwise.drawing import darken, figure_bytes
     from headwise.report.figures import save_all
 
     save_all({key: figure}, folder)
-    return folder / f"{key}.png"
+    light = (folder / f"{key}.png").read_bytes()
+    darken(figure)
+    return light, figure_bytes(figure, "png")

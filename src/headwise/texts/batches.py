@@ -19,6 +19,7 @@ from headwise.errors import ModelError, TextError
 from headwise.models.loaded_model import LoadedModel
 
 DEFAULT_MAX_LENGTH = 512
+_SAMPLE = 64  # texts that tell how long the others are
 _LONGEST = 1_000_000  # characters tokenised at once: the tokenizer needs some 160 bytes for each
 
 
@@ -101,6 +102,13 @@ def encode_for(
     encoded = encode_texts(loaded.tokenizer, texts, max_length=cut, bos=loaded.bos, minimum=minimum)
     require_embedded(loaded, encoded)
     return encoded
+
+
+def token_count(loaded: LoadedModel, texts: Sequence[str], max_length: int | None) -> int:
+    """About how many tokens the texts have, from at most 64 of them."""
+    some = texts[:: max(1, len(texts) // _SAMPLE)]
+    lengths = [len(token_ids(loaded.tokenizer, text)[:max_length]) for text in some]
+    return sum(lengths) * len(texts) // len(some)
 
 
 def require_embedded(loaded: LoadedModel, encoded: Sequence[Sequence[int]]) -> None:

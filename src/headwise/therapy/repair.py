@@ -8,9 +8,9 @@ from pathlib import Path
 from headwise.diagnosis.diagnose import diagnose
 from headwise.integrity.locks import one_writer
 from headwise.models.loaded_model import LoadedModel, takes_model
-from headwise.progress import Progress, silent, stage
+from headwise.progress import Budget, Progress, Work, silent, stage, unlimited
 from headwise.settings import changed
-from headwise.surgery.modes import Mode, require_treated_mode
+from headwise.surgery.modes import TRAINED, Mode, require_treated_mode
 from headwise.surgery.plan import SurgeryPlan, make_plan
 from headwise.surgery.recipe import Recipe, fit_corpus, fit_positions, fitted_recipe, known_recipe
 from headwise.surgery.repair import RepairRun, repair as repair_heads, repair_corpus
@@ -41,19 +41,20 @@ def repair(
     keep: TextSet | Sequence[str] | None = None,
     bos: bool | None = None,
     changes: Mapping[str, float] | None = None,
+    budget: Budget = unlimited,
     progress: Progress = silent,
 ) -> RepairRun:
     """Repair in one mode and write `out/`; the model is left as it was, the result is the patch.
 
-    Without a `recipe` one is fitted to the model and the corpus; `changes` to it come last. The
-    first token is the plan's; a `bos` that differs from it is refused. `treatment="auto"` chooses
-    per head and ends in an empty patch unless the repaired model is better than stock on validation
-    text with 95% confidence; without a plan it treats sick heads. On `keep` texts the model is held
-    to what stock says (the recipe's `hold_weight` times the KL).
+    Without a `recipe` one is fitted; `changes` to it come last. The first token is the plan's.
+    `treatment="auto"` chooses per head (no plan: sick ones) and ends in an empty patch unless
+    validation text shows a gain with 95% confidence. `keep` texts hold it to what stock says.
     """
     loaded = loaded.starting_with(bos).inheriting(None if plan is None else plan.bos, "the plan")
+    stage("tokenising the corpus", progress)
     blocks, chosen = cut_corpus(loaded, corpus, recipe, treatment, changes or {}, excluded)
     stage(told_recipe(chosen, loaded, blocks.info.train_tokens), progress)
+    budget(loaded.model, _work(chosen, plan, mode))
     given = changed(plan or plan_sick_heads(loaded, blocks, chosen), bos=loaded.bos)
     work = (loaded, given, blocks, chosen)
     with one_writer(Path(out)):
@@ -82,6 +83,21 @@ def repair(
             keep=keep,
             progress=progress,
         )
+
+
+def _work(recipe: Recipe, plan: SurgeryPlan | None, mode: Mode) -> Work:
+    """The steps, with their backward passes, and the validations."""
+    steps = recipe.steps if mode in TRAINED else 0
+    validations = (1 + steps // recipe.validate_every) * recipe.validation_blocks
+    one = recipe.batch_size * recipe.block
+    summary = None if plan is None else plan.summary
+    return Work(
+        tokens=3 * steps * recipe.batch_tokens + validations * recipe.block,
+        batch=one,
+        kept=one if steps else 0,
+        trained=0 if summary is None else summary.trainable_weights,
+        less="--steps, --block, --batch-size",
+    )
 
 
 def cut_corpus(

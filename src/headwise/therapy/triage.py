@@ -31,7 +31,7 @@ from headwise.heads import Head, format_heads, select_heads
 from headwise.models.description import weight_fingerprint
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.patch import Patch
-from headwise.progress import Progress, silent
+from headwise.progress import Budget, Progress, Work, silent, unlimited
 from headwise.proof.head_costs import Interventions, head_costs
 from headwise.proof.staged import METHOD, Staged, discoveries, document_order, in_stages, looks_at
 from headwise.provenance import Decisions
@@ -71,11 +71,13 @@ def triage(
     directions: Mapping[int, LayerDirections] | None = None,
     bos: bool | None = None,
     force: bool = False,
+    budget: Budget = unlimited,
     progress: Progress = silent,
 ) -> Triage:
     """Judge the selected heads on text that is neither training nor evaluation text.
 
-    `directions` are measured on the same text unless given (from training text, say).
+    `directions` are measured on the same text unless given (from training text, say). `budget`
+    hears how much work it is, before it starts.
     """
     chosen = settings or TriageSettings()
     loaded = _first_token(loaded, bos, diagnosis)
@@ -88,6 +90,7 @@ def triage(
     given = triage_texts(loaded.id) if texts is None else as_text_set(texts, loaded.id)
     wanted = selected_heads(diagnosis, heads)
     encoded = _documents(loaded, given, chosen)
+    budget(loaded.model, _work(encoded, len(wanted)))
     guard(loaded, max(map(len, encoded)))
     plan = query_plan(diagnosis, wanted)
     rows, staged = triage_heads(
@@ -95,6 +98,13 @@ def triage(
     )
     provenance = _provenance(given, encoded, staged, chosen, heads, loaded.bos)
     return Triage(rows, chosen.thresholds, diagnosis, provenance)
+
+
+def _work(encoded: list[list[int]], heads: int) -> Work:
+    """Means and directions once; four interventions on each head, half the layers each."""
+    tokens = sum(map(len, encoded))
+    less = "--heads, --max-texts, --max-length"
+    return Work(tokens * (2 + 4 * heads / 2), 4 * max(map(len, encoded)), less=less)
 
 
 def triage_heads(

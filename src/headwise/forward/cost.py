@@ -1,0 +1,108 @@
+"""What work will cost on this machine: minutes from a short probe of the model, memory by count.
+
+The probe is one forward pass of at most 128 tokens after a first one that warms up. Times are
+rough: other work on the machine and attention over long texts are not in them.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from headwise.errors import SettingsError
+from headwise.models.architectures import device_of
+from headwise.progress import Work
+
+MOST_HOURS = 24.0
+_PROBE = 128  # tokens
+_CHUNK = 256  # rows of logits alive at once
+_FLOAT = 4  # bytes
+_TRAINED = 4 * _FLOAT  # master, gradient and two moments
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Minutes and gigabytes of a piece of work, and what the machine still has."""
+
+    minutes: float
+    gigabytes: float
+    available: float | None  # gigabytes; None where the system does not tell
+
+    @property
+    def absurd(self) -> str:
+        """Why nobody should start this by accident; empty if it is affordable."""
+        if self.minutes > 60 * MOST_HOURS:
+            return f"more than {MOST_HOURS:.0f} hours"
+        if self.available is not None and self.gigabytes > self.available:
+            return f"more than the {self.available:.1f} GB that this process can have"
+        return ""
+
+    def __str__(self) -> str:
+        return f"estimate: at most about {_duration(self.minutes)}, {self.gigabytes:.1f} GB"
+
+
+def _duration(minutes: float) -> str:
+    if minutes < 1:
+        return f"{max(1, round(60 * minutes))} s"
+    return f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.0f} h"
+
+
+def estimate_cost(model: PreTrainedModel, work: Work) -> Cost:
+    """Probe the model and price the work."""
+    resident, available = _memory()
+    held = max(resident, _weight_bytes(model))
+    needed = held + _activation_bytes(model, work) + _TRAINED * work.trained
+    total = None if available is None else (available + resident) / 1e9
+    return Cost(work.tokens * seconds_per_token(model) / 60, needed / 1e9, total)
+
+
+def seconds_per_token(model: PreTrainedModel) -> float:
+    """Of a plain forward pass with its output head."""
+    config = model.config.get_text_config()
+    length = min(_PROBE, getattr(config, "max_position_embeddings", None) or _PROBE)
+    ids = torch.arange(length, device=device_of(model))[None] % int(config.vocab_size)
+    for _ in range(2):  # the first one warms up
+        start = time.perf_counter()
+        with torch.inference_mode():
+            model(input_ids=ids, use_cache=False)
+        taken = time.perf_counter() - start
+    return taken / length
+
+
+def require_affordable(cost: Cost, work: Work, yes: bool) -> None:
+    """Refuse what is absurd, unless it was said to be wanted."""
+    if cost.absurd and not yes:
+        raise SettingsError(
+            f"this would take {cost.absurd} ({cost})",
+            fix=f"ask for less ({work.less}), or pass --yes",
+        )
+
+
+def _weight_bytes(model: PreTrainedModel) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def _activation_bytes(model: PreTrainedModel, work: Work) -> int:
+    """One layer of the batch, every layer of what is kept, and a chunk of logits with its slope."""
+    config = model.config.get_text_config()
+    hidden = int(config.hidden_size)
+    inner = getattr(config, "intermediate_size", None) or 4 * hidden
+    inner = max(inner) if isinstance(inner, (list, tuple)) else int(inner)  # one per layer
+    token = _FLOAT * (8 * hidden + 3 * inner)  # of one layer
+    logits = 2 * _FLOAT * min(_CHUNK, work.batch) * int(config.vocab_size)
+    return work.batch * token + work.kept * token * int(config.num_hidden_layers) + logits
+
+
+def _memory() -> tuple[int, int | None]:
+    """Bytes that this process has, and that it could still get."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(line for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):  # no Linux
+        return 0, None
+    return pages * 4096, int(free.split()[1]) * 1024
