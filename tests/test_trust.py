@@ -19,7 +19,6 @@ from campaigns import desk
 from campaigns.mutations import BOMB
 from conftest import tiny_language_model, tiny_model, tiny_tokenizer
 from headwise.artefacts import save_artefact
-from headwise.checksums import check_text, sealed_text
 from headwise.diagnosis.values import Thresholds
 from headwise.errors import (
     ArtefactError,
@@ -31,7 +30,8 @@ from headwise.errors import (
 )
 from headwise.handover.merging import apply_patches
 from headwise.heads import Head, select_heads
-from headwise.locks import LOCK, one_writer
+from headwise.integrity.checksums import check_text, sealed_text
+from headwise.integrity.locks import LOCK, one_writer
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.loading import load_model
 from headwise.models.patch import Patch, Slice
@@ -290,7 +290,7 @@ def test_an_absurd_selection_is_told_quickly(text):
         (b'{"text": null}', "NoneType, not a string"),
         (b'{"text": 5}', "int, not a string"),
         (b'{"text": ' + b"[" * 100_000, "recursion"),
-        (b"[1]", "line 1"),
+        (b"[1]", "line 1 is not"),
         (b'{"txet": "a"}', "line 1"),
     ],
 )
@@ -384,7 +384,8 @@ def test_a_second_writer_is_refused_and_a_dead_one_is_not_waited_for(tmp_path):
 
 def test_a_process_that_is_killed_leaves_no_lock_that_holds(tmp_path):
     program = (
-        "import sys, time; from pathlib import Path; from headwise.locks import one_writer\n"
+        "import sys, time; from pathlib import Path\n"
+        "from headwise.integrity.locks import one_writer\n"
         "with one_writer(Path(sys.argv[1])):\n print('held', flush=True); time.sleep(60)"
     )
     process = subprocess.Popen(

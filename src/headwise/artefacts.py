@@ -17,8 +17,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
 
-from headwise.checksums import CHECKSUM, check_text, sealed_text
 from headwise.errors import ArtefactError
+from headwise.integrity.checksums import CHECKSUM, check_text, sealed_text
 
 SCHEMA_VERSION = 1
 
@@ -54,7 +54,8 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> Path:
 def sweep(folder: Path) -> None:
     """Remove the temporary files that a killed process left; only whoever resumes may call it."""
     for half_written in Path(folder).rglob(".*.tmp"):
-        half_written.unlink(missing_ok=True)
+        if half_written.is_file():  # a folder is a half-written model, which `apply` removes
+            half_written.unlink(missing_ok=True)
 
 
 def _umask() -> int:
@@ -111,6 +112,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def is_there(path: Path) -> bool:
+    """Whether there is such a file or folder; a name that no disk can hold is none."""
+    try:
+        return Path(path).exists()
+    except OSError:
+        return False
+
+
 def read_text(path: Path) -> str:
     """The UTF-8 text of a file; what cannot be read is an `ArtefactError`."""
     try:
@@ -131,13 +140,13 @@ def read_text(path: Path) -> str:
         ) from None
 
 
-def parse_json(text: str, where: object) -> Any:
+def parse_json(text: str, where: object, kind: str = "JSON") -> Any:
     """JSON of any kind; what is cut off, too deep or has absurd digits is an `ArtefactError`."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ArtefactError(
-            f"not a complete JSON file ({str(error)[:200]})",
+            f"not a complete {kind} file ({str(error)[:200]})",
             where=where,
             fix="write it again; it may be cut off",
         ) from None
@@ -181,4 +190,4 @@ def read_lines(path: Path) -> list[Any]:
     """The rows of a .jsonl file, [] if there is none."""
     if not path.exists():
         return []
-    return [parse_json(line, path) for line in read_text(path).splitlines() if line]
+    return [parse_json(line, path, ".jsonl") for line in read_text(path).splitlines() if line]

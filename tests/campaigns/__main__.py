@@ -27,8 +27,10 @@ def main() -> None:
             tally = kills.kill(folder, asked.count, asked.seed, asked.minutes)
         else:
             desk.make_artefacts(folder)
-            run = corruptions.corrupt if asked.name == "corruptions" else fuzz.fuzz
-            tally = run(folder, asked.count, asked.seed)
+            if asked.name == "corruptions":
+                tally = corruptions.corrupt(folder, asked.count, asked.seed)
+            else:
+                tally = fuzz.fuzz(folder, asked.count, asked.seed, asked.minutes)
         tally.told()
     sys.stdout.write(f"{time.monotonic() - started:.0f} s, seed {asked.seed}\n")
     sys.exit(0 if tally.clean else 1)

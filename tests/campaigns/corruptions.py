@@ -19,10 +19,10 @@ import torch
 from campaigns import desk
 from campaigns.tally import Tally
 from headwise.artefacts import load_artefact, to_json
-from headwise.checksums import file_checksum
 from headwise.diagnosis.triage_values import Triage
 from headwise.diagnosis.values import Diagnosis
 from headwise.errors import HeadwiseError
+from headwise.integrity.checksums import file_checksum
 from headwise.models.patch import Patch
 from headwise.models.tensor_files import read_safetensors
 from headwise.plasticity.capture_info import CaptureInfo

@@ -196,8 +196,9 @@ def _give_up(number, frame):
     raise TimeoutError(f"more than {HANG} s")
 
 
-def fuzz(folder: Path, count: int, seed: int) -> Tally:
-    """Try `count` inputs."""
+def fuzz(folder: Path, count: int, seed: int, minutes: float | None = None) -> Tally:
+    """Try `count` inputs, or as many as the minutes allow."""
+    end = time.monotonic() + 60 * minutes if minutes else float("inf")
     tally, inputs = Tally("fuzzed inputs"), Inputs(folder, seed)
     sys.addaudithook(watch_events)
     signal.signal(signal.SIGALRM, _give_up)
@@ -207,6 +208,8 @@ def fuzz(folder: Path, count: int, seed: int) -> Tally:
     os.chdir(inputs.scratch)
     executed.clear()
     for number in range(count):
+        if number % 1000 == 0 and time.monotonic() > end:
+            break
         kind = kinds[number % len(kinds)]
         maker = makers[kind]
         if number % CONFIG_EVERY == 3:

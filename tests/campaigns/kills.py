@@ -30,7 +30,7 @@ KILLS_A_RUN = 4
 TRACEBACK = "traceback.txt"
 PATIENCE = 300  # seconds after which a run counts as hung
 # a study loads models, plasticity starts interpreters: ten times the cost of the others
-ROUNDS = {"study": 3, "plasticity": 3, "repair --treatment auto": 10}
+ROUNDS = {"study": 2, "plasticity": 1, "repair --treatment auto": 4}
 FAULTS = ("SIGTERM", "full disk", "two writers", "read-only folder", "a file for a folder")
 
 
@@ -150,7 +150,7 @@ def _killed_run(tally, name, work, out, whole, chance):
     expected, seconds = whole
     kills = 0
     for _ in range(KILLS_A_RUN):
-        process = start(work, out, resume=(out / "run.json").exists() or kills > 0)
+        process = start(work, out, resume=out.exists())
         time.sleep(chance.random() * seconds)
         os.kill(process, signal.SIGKILL)
         code = wait(process)

@@ -26,3 +26,7 @@ def main() -> None:
         sys.exit(1)
     except BrokenPipeError:
         sys.exit(1)
+    except OSError as error:  # a path that no disk can hold, or that may not be looked at
+        where = f"\n  where  {str(error.filename)[:200]}" if error.filename else ""
+        sys.stderr.write(f"headwise: {error.strerror or error}{where}\n  fix    check the path\n")
+        sys.exit(1)

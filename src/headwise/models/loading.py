@@ -27,7 +27,7 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
-from headwise.artefacts import read_json, to_json, write_text
+from headwise.artefacts import is_there, read_json, to_json, write_text
 from headwise.errors import ModelError
 from headwise.models.architectures import architecture_of
 from headwise.models.first_token import decide_first_token
@@ -62,12 +62,12 @@ def load_model(
     """
     path = patient_dir() if name in PATIENTS else Path(name)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    source: str = str(path) if path.exists() else name
+    source: str = str(path) if is_there(path) else name
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ModelError("no such GGUF file", where=path, fix="check the path")
         source = str(converted_gguf(path))
-    elif not path.exists() and (name.startswith((".", "/")) or name.count("/") > 1):
+    elif not is_there(path) and (name.startswith((".", "/")) or name.count("/") > 1):
         raise ModelError("no such model directory", where=name, fix="check the path")
     with quietly():
         words = _load_tokenizer(tokenizer or source, options)

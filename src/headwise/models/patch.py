@@ -100,7 +100,7 @@ class Patch:
     def _require(self, model: PreTrainedModel, state: str, verb: str, *, any_bits: bool) -> None:
         """Check every slice before one is written; `any_bits` asks for the right shape only."""
         named = dict(model.named_parameters())
-        require_heads_only(model, {name: part.span for name, part in self.slices.items()})
+        require_heads_only(model, {name: part.span for name, part in self.slices.items()}, verb)
         for name, part in self.slices.items():
             fits = _fits(part, named.get(part.span.parameter))
             expected = getattr(part, state)
@@ -137,9 +137,7 @@ class Patch:
     def load(path: Path) -> Patch:
         """Read a patch file; a damaged, cut-off or foreign file is an `ArtefactError`."""
         path = Path(path)
-        tensors, metadata = read_safetensors(path)
-        if metadata.get("schema") != PATCH_SCHEMA:
-            raise ArtefactError("not a headwise patch", where=path, fix=f"expected {PATCH_SCHEMA}")
+        tensors, metadata = read_safetensors(path, PATCH_SCHEMA)
         told = {"spans": _json(metadata, "spans", path)}
         spans = from_plain(PatchPlaces, told, path).spans
         wanted = {f"{name}.{state}" for name in spans for state in ("before", "after")}

@@ -25,7 +25,7 @@ _BIAS = re.compile(r"L(\d{1,6})\.o_bias")
 _ROLES: tuple[Role, ...] = ("q", "k", "v", "o")
 
 
-def require_heads_only(model: PreTrainedModel, spans: Mapping[str, Span]) -> None:
+def require_heads_only(model: PreTrainedModel, spans: Mapping[str, Span], verb: str) -> None:
     """Refuse a span that is not where the architecture has what its name says."""
     layers = set(attention_layers(model))
     for name, span in spans.items():
@@ -33,7 +33,8 @@ def require_heads_only(model: PreTrainedModel, spans: Mapping[str, Span]) -> Non
         if expected is None or span != expected:
             told = "nothing of that name" if expected is None else str(expected)
             raise ArtefactError(
-                f"{name} is no slice of a head of this model: {span}, the model has {told}",
+                f"cannot {verb} the patch: {name} is no slice of a head of this model "
+                f"({span}, the model has {told})",
                 where=model.config.model_type,
                 fix="use the model the patch was made from, and a patch that headwise wrote",
             )

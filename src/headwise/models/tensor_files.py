@@ -13,8 +13,8 @@ from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
 from headwise.artefacts import write_atomically
-from headwise.checksums import CHECKSUM, require_same
 from headwise.errors import ArtefactError
+from headwise.integrity.checksums import CHECKSUM, require_same
 
 _METADATA = "__metadata__"
 _LARGEST_HEADER = 100_000_000  # bytes; the library's own limit
@@ -41,9 +41,11 @@ def write_safetensors(
     return write_atomically(path, write)
 
 
-def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """All tensors and the metadata of one safetensors file, if its checksum matches."""
-    metadata = verified_metadata(path)
+def read_safetensors(
+    path: Path, schema: str | None = None
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """All tensors and the metadata of one safetensors file, if its checksum and schema match."""
+    metadata = verified_metadata(path, schema)
     try:
         with safe_open(str(path), framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, metadata  # noqa: SIM118
@@ -51,19 +53,29 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise _unreadable(path, error) from None
 
 
-def verified_metadata(path: Path) -> dict[str, str]:
+def verified_metadata(path: Path, schema: str | None = None) -> dict[str, str]:
     """The metadata of a safetensors file whose header and data are what was written."""
     try:
         with Path(path).open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(min(size, _LARGEST_HEADER)))
             told = header.pop(_METADATA, {})
+            _require_length(header, 8 + size, Path(path).stat().st_size)
             found = _checksum(header, told, iter(lambda: file.read(_CHUNK), b""))
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, AttributeError, TypeError, LookupError, RecursionError) as error:
         raise _unreadable(path, error) from None
+    noun = "file" if schema is None else schema.removeprefix("headwise.").partition("/")[0]
+    if schema is not None and told.get("schema") != schema:
+        raise ArtefactError(f"not a headwise {noun}", where=path, fix=f"expected {schema}")
     fix = "take an undamaged copy, or make it again with this version of headwise"
-    require_same(found, told.pop(CHECKSUM, None), path, fix)
+    require_same(found, told.pop(CHECKSUM, None), path, fix, f"the {noun}")
     return dict(told)
+
+
+def _require_length(header: Mapping[str, Any], start: int, length: int) -> None:
+    ends = [part["data_offsets"][1] for part in header.values()]
+    if start + max(ends, default=0) > length:
+        raise ValueError("it is cut off")
 
 
 def _checksum(

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headwise.artefacts import sweep, versions, write_text
-from headwise.checksums import file_checksum
 from headwise.errors import ArtefactError, SelectionError
 from headwise.forward.guard import guard
 from headwise.forward.tap import Sight, tapped
 from headwise.heads import Head, all_heads
-from headwise.locks import one_writer
+from headwise.integrity.checksums import file_checksum
+from headwise.integrity.locks import one_writer
 from headwise.models.architectures import (
     architecture_of,
     attention_of,
@@ -137,8 +137,8 @@ def _capture_as_it_is(
         staging, folder, chosen, groups, _windows(model), Buckets.parse(settings.buckets)
     )
     checksums = {name: file_checksum(folder / name / DATA) for name in rows}
-    replace(info, rows=rows, checksums=checksums, finished=True).save(folder)
     write_text(folder / "README.md", _readme(info))
+    replace(info, rows=rows, checksums=checksums, finished=True).save(folder)
     shutil.rmtree(staging)
     return Captured(folder, rows, info.note)
 
@@ -187,6 +187,7 @@ def _finished(folder: Path, info: CaptureInfo, resume: bool) -> Captured | None:
     if not before.finished:
         return None
     require_whole(folder, before)
+    shutil.rmtree(folder / STAGING, ignore_errors=True)  # a kill may have come just before this
     return Captured(folder, before.rows, info.note)
 
 

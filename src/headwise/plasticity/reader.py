@@ -23,9 +23,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from jaxtyping import Bool, Float, Float32, Int, Int64
 
-from headwise.checksums import file_checksum, require_same
+from headwise.artefacts import is_there
 from headwise.errors import ArtefactError, SettingsError
 from headwise.heads import Head
+from headwise.integrity.checksums import file_checksum, require_same
 from headwise.plasticity.capture_info import FILE as CAPTURE, CaptureInfo
 
 FILE = "data.parquet"
@@ -102,7 +103,7 @@ class QKFolder:
 def find_heads(root: Path, model_dir: str | None = None) -> QKFolder:
     """Find the head folders under `root` in either layout; `model_dir` names the model's folder."""
     root = Path(root)
-    if not root.is_dir():
+    if not is_there(root) or not root.is_dir():
         raise ArtefactError("no such folder of captured vectors", where=root, fix="check the path")
     candidates = [root / model_dir] if model_dir is not None else [root, *sorted(root.iterdir())]
     found = [folder for path in candidates if (folder := _scan(path)) is not None]

@@ -26,7 +26,7 @@ from headwise.artefacts import content_hash, sweep
 from headwise.errors import ArtefactError, HeadwiseError, SelectionError, SettingsError, TextError
 from headwise.frames import frame
 from headwise.heads import Head, select_heads
-from headwise.locks import one_writer
+from headwise.integrity.locks import one_writer
 from headwise.plasticity.head_group import HeadResult, analyse_group
 from headwise.plasticity.reader import HeadGroup, QKFolder, find_heads, group_heads
 from headwise.plasticity.settings import PlasticitySettings, load_settings

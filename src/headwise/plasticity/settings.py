@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
-from headwise.artefacts import content_hash, to_json
+from headwise.artefacts import content_hash, is_there, to_json
 from headwise.settings import changed, read_yaml, validated
 
 SEED_DATASET = "viktoroo/sniffed-qk"
@@ -111,6 +111,6 @@ def load_settings(path: Path) -> PlasticitySettings:
     path = Path(path)
     settings = validated(PlasticitySettings, read_yaml(path), path)
     root = settings.dataset_local_root
-    if root is not None and not root.is_dir() and (path.parent / root).is_dir():
+    if root is not None and not is_there(root) and is_there(path.parent / root):
         return settings.replaced(dataset_local_root=path.parent / root)
     return settings

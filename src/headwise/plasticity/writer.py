@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 from safetensors import safe_open
 
 from headwise.artefacts import read_text, write_atomically
-from headwise.checksums import file_checksum, require_same
 from headwise.errors import ArtefactError
 from headwise.heads import Head
+from headwise.integrity.checksums import file_checksum, require_same
 from headwise.models.tensor_files import verified_metadata
 from headwise.plasticity.buckets import Buckets
 from headwise.plasticity.capture_info import CaptureInfo

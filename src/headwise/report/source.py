@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from headwise.alarms import Alarm, joined
-from headwise.checksums import require_run
 from headwise.diagnosis.values import Diagnosis, classify
 from headwise.errors import ArtefactError
+from headwise.integrity.checksums import require_run
 from headwise.intervals import Interval
 from headwise.models.model_info import ModelInfo, model_name
 from headwise.plasticity.values import PlasticitySummary, find_plasticity

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headwise.artefacts import content_hash, save_artefact, sweep, versions
-from headwise.checksums import require_run
 from headwise.diagnosis.diagnose import diagnose
 from headwise.diagnosis.values import Diagnosis
 from headwise.errors import ArtefactError, SelectionError
 from headwise.heads import Head
-from headwise.locks import one_writer
+from headwise.integrity.checksums import require_run
+from headwise.integrity.locks import one_writer
 from headwise.models.description import weight_fingerprint
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.loading import load_model

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
-from headwise.artefacts import load_artefact, write_text
+from headwise.artefacts import is_there, load_artefact, write_text
 from headwise.bundled import DATA
 from headwise.errors import ArtefactError, SettingsError
 from headwise.models.patient import PATIENTS, patient_texts
@@ -142,9 +142,9 @@ def started_study(path: Path) -> Study:
 def load_study(name: str) -> Study:
     """A study from a YAML file, or a bundled one by name."""
     path = Path(name)
-    if not path.exists() and (STUDIES / f"{path.stem}.yaml").exists():
+    if not is_there(path) and is_there(STUDIES / f"{path.stem}.yaml"):
         path = STUDIES / f"{path.stem}.yaml"
-    if not path.exists():
+    if not is_there(path):
         bundled = ", ".join(sorted(found.stem for found in STUDIES.glob("*.yaml")))
         raise SettingsError(
             "no such study", where=name, fix=f"pass a YAML file, or one of {bundled}"

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from headwise.artefacts import sweep
-from headwise.checksums import RUN_KEY, require_run
 from headwise.errors import ArtefactError
+from headwise.integrity.checksums import RUN_KEY, require_run
 from headwise.models.tensor_files import read_safetensors, write_safetensors
 from headwise.progress import Progress, silent, stage
 from headwise.surgery.job import Job

@@ -116,6 +116,7 @@ def repair(
     blocks = repair_corpus(corpus, loaded, recipe, excluded)
     settings = asked_settings(plan, recipe, mode, seed, blocks, fingerprint, keep)
     if is_finished(settings, out, resume=resume):
+        shutil.rmtree(out / PREFIX, ignore_errors=True)  # a kill may have come just before this
         return finished_run(out)
     guard(model, recipe.block)
     settings.save(out)
@@ -125,12 +126,23 @@ def repair(
     patch, state = _run(job, settings, resume, progress)
     patch = replace(patch, documents=blocks.documents)
     patch.save(out / PATCH)
-    outcome = _outcome(settings, state)
     alarms = _alarms(loaded, stock, unigram, state)
-    ended = replace(settings, outcome=outcome, stock_loss=stock, alarms=alarms)
-    replace(ended, finished=True, patch=patch.fingerprint()).save(out)
-    shutil.rmtree(out / PREFIX, ignore_errors=True)
-    return RepairRun(out, mode, patch, state, outcome, stock, alarms)
+    done = RepairRun(out, mode, patch, state, _outcome(settings, state), stock, alarms)
+    _finish(done, settings)
+    return done
+
+
+def _finish(done: RepairRun, settings: RunSettings) -> None:
+    """Write `run.json` as that of a finished run, and drop the cache."""
+    replace(
+        settings,
+        finished=True,
+        patch=done.patch.fingerprint(),
+        outcome=done.outcome,
+        stock_loss=done.stock_loss,
+        alarms=done.alarms,
+    ).save(done.out)
+    shutil.rmtree(done.out / PREFIX, ignore_errors=True)
 
 
 def finished_run(out: Path) -> RepairRun:

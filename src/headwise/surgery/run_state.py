@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from headwise.artefacts import load_artefact, read_lines, write_text
-from headwise.checksums import checked_row, sealed_row
 from headwise.errors import ArtefactError
+from headwise.integrity.checksums import checked_row, sealed_row
 
 BEFORE = -1  # the step of the map of the model before the operation
 

@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headwise.artefacts import content_hash
+from headwise.artefacts import content_hash, is_there
 from headwise.bundled import DATA
 from headwise.errors import TextError
 from headwise.models.patient import PATIENTS, patient_texts
 from headwise.provenance import TextInfo
 
-_LONGEST_NAME = 255  # bytes of a file's name on every common disk
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
 
 
@@ -86,12 +85,10 @@ def read_texts(sources: Sequence[str], *, lines: bool = False) -> TextSet:
     texts: list[str] = []
     for source in sources:
         path = Path(source)
-        if "\0" in source or len(path.name) > _LONGEST_NAME:
-            raise TextError("no such file or folder", where=source[:80], fix="check the path")
-        if path.is_dir():
+        if is_there(path) and path.is_dir():
             files = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
             texts += [text for file in files for text in _read_file(file, lines)]
-        elif path.is_file():
+        elif is_there(path):
             texts += _read_file(path, lines)
         else:
             texts += _read_hub(source)
@@ -131,10 +128,10 @@ def _decoded(path: Path) -> str:
 
 def _read_jsonl(path: Path) -> list[str]:
     lines = enumerate(_decoded(path).split("\n"), 1)  # a JSON text may hold U+2028 and its like
-    return [_line_text(line, f"line {n} of {path}") for n, line in lines if line.strip()]
+    return [_line_text(line, n, path) for n, line in lines if line.strip()]
 
 
-def _line_text(line: str, where: str) -> str:
+def _line_text(line: str, number: int, path: Path) -> str:
     """The `text` of one line of JSON; anything but a text that can be written is told."""
     try:
         text = json.loads(line)["text"]
@@ -144,8 +141,8 @@ def _line_text(line: str, where: str) -> str:
         return text
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise TextError(
-            f"not a JSON object with a `text` field ({str(error)[:200]})",
-            where=where,
+            f"line {number} is not a JSON object with a `text` field ({str(error)[:200]})",
+            where=path,
             fix='one object a line: {"text": "..."}',
         ) from None
 

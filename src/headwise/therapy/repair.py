@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from headwise.diagnosis.diagnose import diagnose
-from headwise.locks import one_writer
+from headwise.integrity.locks import one_writer
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.progress import Progress, silent, stage
 from headwise.settings import changed

@@ -23,11 +23,11 @@ _HEX = re.compile(r"\A\{\n.*[0-9a-f]{24}")
 _ROW_DIGITS = 16  # of the checksum of one row: a row is short
 
 
-def require_same(found: str, told: object, where: object, fix: str) -> None:
+def require_same(found: str, told: object, where: object, fix: str, noun: str = "the file") -> None:
     """Refuse data that are not what was written."""
     if found != told:
         raise ArtefactError(
-            "damaged: its checksum does not match its content"
+            f"{noun} is damaged: its checksum does not match its content"
             if told
             else "it carries no checksum, so damage would not be seen",
             where=where,
