@@ -11,6 +11,7 @@ import sys
 from headwise.cli import heads, proof, repair, study, triage  # noqa: F401 - they register verbs
 from headwise.cli.app import app
 from headwise.errors import HeadwiseError
+from headwise.ranks import Place, joined, silent_unless_first
 
 __all__ = ["app", "main"]
 
@@ -18,9 +19,18 @@ __all__ = ["app", "main"]
 def main() -> None:
     """Run the command line; known failures become one message and exit code 1."""
     try:
-        app()
-    except HeadwiseError as error:
-        sys.stderr.write(f"headwise: {error}\n")
-        sys.exit(1)
+        with joined() as place:
+            _run(place)
     except BrokenPipeError:
+        sys.exit(1)
+
+
+def _run(place: Place) -> None:
+    """One of the processes that work as one; the first speaks for all, but each names its error."""
+    try:
+        with silent_unless_first():
+            app()
+    except HeadwiseError as error:
+        who = f" ({place})" if place.world > 1 else ""
+        sys.stderr.write(f"headwise{who}: {error}\n")
         sys.exit(1)

@@ -10,10 +10,11 @@ import hashlib
 import io
 import logging
 import os
+import resource
 import shutil
 import struct
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,12 @@ from headwise.models.loaded_model import LoadedModel
 from headwise.models.offloading import held_tensor
 from headwise.models.patch import Patch
 from headwise.models.patient import PATIENTS, empty_patch_path, patient_dir
+from headwise.models.stored_weights import empty_model, stored_tensors, stored_weights
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
+
+
+_ROOM = 0.8  # of free memory that weights may take; the rest is for the work
 
 
 _SOURCE, _WEIGHTS = "source.json", "model.safetensors"
@@ -49,14 +54,17 @@ def load_model(
     name: str,
     *,
     dtype: str | None = None,
-    device_map: str | None = None,
+    device_map: str | Mapping[str, str | int] | None = None,
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
     bos: bool | None = None,
+    stream: bool | None = None,
 ) -> LoadedModel:
     """Load a model and its tokenizer; float32 on CPU, bfloat16 on an accelerator by default.
 
-    `bos` says whether texts start with a BOS; without it that is decided here.
+    `device_map` is what transformers takes, or a .json file with it. `bos` says whether texts start
+    with a BOS; without it that is decided here. `stream` leaves the weights in their files, from
+    which they are read layer by layer; by default that is done if they do not fit into memory.
     """
     path = patient_dir() if name in PATIENTS else Path(name)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
@@ -69,14 +77,61 @@ def load_model(
         raise ModelError("no such model directory", where=name, fix="check the path")
     with quietly():
         tokenizer = _load_tokenizer(source, options)
-        model = _load_weights(source, options, dtype, device_map, allow_pickle)
+        if _streams(path, dtype, device_map, stream):
+            model = empty_model(path, _stream_type(dtype), **options)
+        else:
+            model = _load_weights(source, options, dtype, device_map, allow_pickle)
     _forget_quantization(model)
     architecture_of(model)
     if name == "patient-empty":
         Patch.load(empty_patch_path()).apply(model, force=True)  # in any precision
-    require_finite(model)
+    if stored_weights(model) is None:  # else each layer is looked at when it is read
+        require_finite(model)
     model.eval()
     return LoadedModel(name, model, tokenizer, decide_first_token(model, tokenizer, bos))
+
+
+def _streams(
+    path: Path,
+    dtype: str | None,
+    device_map: str | Mapping[str, str | int] | None,
+    asked: bool | None,
+) -> bool:
+    """Whether the weights stay in their files: asked for, or larger than memory."""
+    if asked is None:
+        return path.is_dir() and device_map is None and _too_large(path, _stream_type(dtype))
+    if asked and not any(path.glob("*.safetensors")):
+        raise ModelError(
+            "only a directory with safetensors files can be streamed",
+            where=path,
+            fix="download or convert the model into a directory first",
+        )
+    return asked
+
+
+def _stream_type(dtype: str | None) -> torch.dtype:
+    found = getattr(torch, dtype or "float32", None)
+    return found if isinstance(found, torch.dtype) else torch.float32
+
+
+def _too_large(path: Path, dtype: torch.dtype) -> bool:
+    """Whether the weights, in the precision asked for, leave no memory to work in."""
+    needed = sum(one.numel for one in stored_tensors(path).values()) * dtype.itemsize
+    return needed > _ROOM * free_memory()
+
+
+def free_memory() -> int:
+    """Bytes that this process may still take: of the machine, and of its own limit if any."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    free = os.sysconf("SC_PHYS_PAGES") * page
+    with suppress(OSError):
+        words = Path("/proc/meminfo").read_text().split()
+        free = int(words[words.index("MemAvailable:") + 1]) * 1024
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return free
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * page
+    return min(free, limit - taken)
 
 
 def converted_gguf(path: Path) -> Path:
@@ -143,7 +198,7 @@ def _load_weights(
     source: str,
     options: dict[str, Any],
     dtype: str | None,
-    device_map: str | None,
+    device_map: str | Mapping[str, str | int] | None,
     allow_pickle: bool,
 ) -> PreTrainedModel:
     chosen = dtype or ("bfloat16" if device_map and torch.cuda.is_available() else "float32")
@@ -155,7 +210,7 @@ def _load_weights(
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=getattr(torch, chosen, chosen),
-            device_map=device_map,
+            device_map=_places(device_map),
             output_loading_info=True,
             **options,
         )
@@ -175,6 +230,13 @@ def _load_weights(
     model, report = loaded
     _require_complete(report["missing_keys"], source)
     return model
+
+
+def _places(device_map: str | Mapping[str, str | int] | None) -> str | dict[str, str | int] | None:
+    """Where modules go: a word such as `auto`, or a module -> device table, perhaps in a file."""
+    if isinstance(device_map, str):
+        return dict(read_json(Path(device_map))) if device_map.endswith(".json") else device_map
+    return None if device_map is None else dict(device_map)
 
 
 def _require_complete(missing: Iterable[str], source: str) -> None:

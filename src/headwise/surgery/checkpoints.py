@@ -13,6 +13,7 @@ import torch
 
 from headwise.artefacts import sweep
 from headwise.models.tensor_files import read_safetensors, write_safetensors
+from headwise.ranks import is_first, wait
 from headwise.surgery.job import Job
 from headwise.surgery.run_state import BEFORE, RunState, StepMap
 
@@ -35,8 +36,9 @@ def save_checkpoint(job: Job, state: RunState, optimizer: torch.optim.Optimizer)
     metadata = {"progress": json.dumps(state.to_json()), "rng": bytes(torch.get_rng_state()).hex()}
     path = job.out / CHECKPOINTS / f"step-{state.step:07d}.safetensors"
     write_safetensors(path, tensors, metadata)
-    for old in kept_checkpoints(job.out)[: -job.recipe.keep]:
-        old.unlink()
+    if is_first():
+        for old in kept_checkpoints(job.out)[: -job.recipe.keep]:
+            old.unlink()
 
 
 def fresh_state(job: Job) -> RunState:
@@ -73,6 +75,7 @@ def save_best(job: Job) -> None:
 
 def load_best(job: Job) -> bool:
     """Put the best validated values back; False if nothing was validated."""
+    wait()  # until it is written
     path = job.out / CHECKPOINTS / "best.safetensors"
     if not path.exists():
         return False
