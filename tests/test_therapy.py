@@ -22,6 +22,7 @@ from headwise.models.patch_info import PatchInfo
 from headwise.models.patient import patient_texts
 from headwise.proof.compare import compare
 from headwise.proof.evaluate import evaluate
+from headwise.settings import changed
 from headwise.surgery.job import hold
 from headwise.surgery.plan import SurgeryPlan, make_plan, plans_of
 from headwise.surgery.recipe import RECIPES, treatment_recipe
@@ -140,6 +141,22 @@ def test_doses_are_found_that_lower_the_loss_and_the_model_stays_as_it_was(aslee
     assert validation_change(loaded.model, patch, corpus.validation).high < 0
 
 
+def test_spared_heads_are_treated_only_if_all_heads_together_do_better_with_them(asleep):
+    loaded, plan, corpus = asleep
+    directions = measure_directions(loaded.model, corpus.train, (0, 2, 4, 5))
+    heads = plan.target_heads
+    choice = choose_doses(
+        loaded.model, plan, corpus.train, heads, directions, treatments=["release"], spared=heads
+    )
+    assert set(choice.prescription) == set(heads)  # they sleep: all of them together gain
+    assert {row.heads for row in choice.tried} == {"all", *map(str, heads)}
+    healthy = changed(plan, targets="L0H0")
+    tried = choose_doses(
+        loaded.model, healthy, corpus.train, [Head(0, 0)], directions, spared=[Head(0, 0)]
+    ).tried
+    assert {row.heads for row in tried} == {"all"}  # no gain together, so not looked at alone
+
+
 def test_auto_wakes_sleeping_heads_and_keeps_the_patch(asleep, tmp_path):
     loaded, plan, corpus = asleep
     recipe = RECIPES["patient"].model_copy(update={"steps": 0})
@@ -149,6 +166,8 @@ def test_auto_wakes_sleeping_heads_and_keeps_the_patch(asleep, tmp_path):
     assert therapy.change is not None
     assert therapy.change.high < 0
     assert set(therapy.treatments) == {"L2H7", "L4H7", "L5H6"}
+    assert set(therapy.classes) == {"L2H7", "L4H7", "L5H6"}
+    assert set(therapy.classes.values()) <= {"asleep", "empty", "undecided"}
     assert not run.patch.is_empty
     again = repair(loaded, plan, corpus, recipe, out=tmp_path, treatment="auto", resume=True)
     assert again.patch.base_fingerprint() == run.patch.base_fingerprint()
@@ -251,7 +270,7 @@ def test_the_empty_patient_is_as_sick_as_the_patient_and_release_finds_nothing(a
 
 
 def test_therapy_json_is_the_same_after_a_round_trip(tmp_path):
-    therapy = Therapy({}, {"L0H1": "release"}, {"L0H1": 0.9}, ("L1H0",), ())
+    therapy = Therapy({}, {"L0H1": "release"}, {"L0H1": 0.9}, ("L1H0",), {}, ())
     therapy.save(tmp_path)
     assert Therapy.load(tmp_path) == therapy
     assert json.loads((tmp_path / "therapy.json").read_text())["schema"] == "headwise.therapy/1"

@@ -24,7 +24,7 @@ from headwise.surgery.sink_directions import measure_directions
 from headwise.texts.batches import batches, encode_texts
 from headwise.texts.corpus import triage_texts
 from headwise.texts.text_sets import TextSet
-from headwise.therapy.triage import HANDLES, treated_queries
+from headwise.therapy.triage import HANDLES, query_plan, treated_queries
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,7 +86,8 @@ def _interventions(
     diagnosis = diagnose(loaded, TextSet("bench", texts[:2]))
     blocks = list(batches(encoded, 4))
     directions = measure_directions(model, blocks, sorted({head.layer for head in heads}))
-    treated = {n: treated_queries(model, diagnosis, heads, n, 1.0, directions) for n in HANDLES}
+    plan = query_plan(diagnosis, heads)
+    treated = {n: treated_queries(model, plan, n, 1.0, directions) for n in HANDLES}
     return Interventions(measure_means(model, blocks), treated)
 
 

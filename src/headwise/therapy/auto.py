@@ -1,39 +1,44 @@
 """`repair --treatment auto`: the treatment and dose per head, slice training, and never worse.
 
-Everything is chosen on training text: doses by search; heads that no dose helps and no ablation
-costs are empty, and are reinitialised only where nothing sleeps. What comes out of training is then
-judged on validation text. Unless it is better than stock with 95% confidence, the patch is empty.
+Everything is chosen on training text: triage says what is wrong with each head, a search gives the
+doses, and heads that the model uses (parked, working) are spared. Empty heads are reinitialised
+only where nothing sleeps. What comes out of training is then judged on validation text. Unless it
+is better than stock with 95% confidence, the patch is empty.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from headwise.diagnosis.triage_values import TriageClass
 from headwise.errors import TextError
 from headwise.heads import Head
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.patch import Patch
 from headwise.models.patch_info import PatchInfo
 from headwise.progress import Progress, silent, stage
-from headwise.proof.ablation import ablate_heads
 from headwise.settings import changed
+from headwise.staged import document_order
 from headwise.surgery.operation import require_planned_model
 from headwise.surgery.plan import SurgeryPlan
 from headwise.surgery.recipe import Recipe
 from headwise.surgery.repair import RepairRun, asked_settings, finished_run, repair
 from headwise.surgery.run_settings import PATCH, RunSettings, is_finished
 from headwise.surgery.run_state import RunState
-from headwise.surgery.sink_directions import measure_directions
+from headwise.surgery.sink_directions import LayerDirections, measure_directions
 from headwise.surgery.treatments import Dose, Prescription, with_prescription
 from headwise.texts.corpus import Corpus, spread_blocks
 from headwise.texts.text_sets import TextSet
-from headwise.therapy.dose import DOSE_BLOCKS, NEGLIGIBLE, DoseChoice, choose_doses
+from headwise.therapy.dose import choose_doses
 from headwise.therapy.never_worse import count_documents, judged_blocks, validation_change
 from headwise.therapy.record import THERAPY, Therapy
+from headwise.therapy.triage import MAX_TEXTS, triage_heads
+
+SPARED: tuple[TriageClass, ...] = ("parked", "working")  # the model uses them as they are
 
 
 @dataclass(frozen=True)
@@ -114,43 +119,50 @@ def _identity(asked: RunSettings) -> dict[str, object]:
 def _chosen(
     model: PreTrainedModel, asked: RunSettings, corpus: Corpus, progress: Progress
 ) -> Therapy:
-    """Doses by search on training text; where nothing sleeps, what is empty is reinitialised."""
+    """Classes, then doses by search on training text; where nothing sleeps, empty heads."""
     plan, heads = asked.plan, asked.plan.target_heads
-    stage(f"looking for the dose of {len(heads)} heads", progress)
     directions = measure_directions(model, corpus.train, [head.layer for head in heads])
-    choice = choose_doses(model, plan, corpus.train, heads, directions)
+    classes = _classes(model, plan, corpus, directions, progress)
+    stage(f"looking for the dose of {len(heads)} heads", progress)
+    spared = [head for head in heads if classes[head] in SPARED]
+    choice = choose_doses(model, plan, corpus.train, heads, directions, spared=spared)
     given: Prescription = choice.prescription or {
-        head: Dose("reinitialise", 1.0) for head in _empty(model, corpus, choice, heads)
+        head: Dose("reinitialise", 1.0) for head in heads if classes[head] == "empty"
     }
     return Therapy(
         asked=_identity(asked),
         treatments={str(head): dose.treatment for head, dose in sorted(given.items())},
         doses={str(head): dose.amount for head, dose in sorted(given.items())},
         left_alone=tuple(str(head) for head in heads if head not in given),
+        classes={str(head): classes[head] for head in heads},
         tried=choice.tried,
     )
 
 
-def _empty(
-    model: PreTrainedModel, corpus: Corpus, choice: DoseChoice, heads: Sequence[Head]
-) -> list[Head]:
-    """Heads that no dose and no ablation moves by more than the negligible."""
-    moved = {row.heads for row in choice.tried if abs(row.change) > NEGLIGIBLE}
-    quiet = [head for head in heads if str(head) not in moved]
-    if not quiet:
-        return []
-    blocks = spread_blocks(corpus.train, DOSE_BLOCKS)
-    rows = [
-        ids[:length].tolist()
-        for block in blocks
-        for ids, length in zip(block.ids, block.lengths, strict=True)
-    ]
-    costs = ablate_heads(model, rows, [[head] for head in quiet]).intervals()
-    return [
-        head
-        for head, cost in zip(quiet, costs, strict=True)
-        if max(abs(cost.low), abs(cost.high)) < NEGLIGIBLE
-    ]
+def _classes(
+    model: PreTrainedModel,
+    plan: SurgeryPlan,
+    corpus: Corpus,
+    directions: Mapping[int, LayerDirections],
+    progress: Progress,
+) -> dict[Head, TriageClass]:
+    """What triage finds in the plan's heads on training text."""
+    if not plan.target_heads:
+        return {}
+    stage(f"triage of {len(plan.target_heads)} heads on training text", progress)
+    pieces = {  # one per document: the bootstrap takes them for independent
+        owner: ids[:length].tolist()
+        for block in spread_blocks(corpus.train, MAX_TEXTS)
+        for owner, ids, length in zip(block.index, block.ids, block.lengths, strict=True)
+        if length > 1
+    }
+    rows = list(pieces.values())
+    order = document_order(len(rows), 0)[:MAX_TEXTS]
+    queries = changed(plan, kv_policy="queries-only", treatments={}, doses={}, summary=None)
+    found, _ = triage_heads(
+        model, queries, [rows[i] for i in order], directions=directions, progress=progress
+    )
+    return {Head.parse(name): row.class_ for name, row in found.items()}
 
 
 def _treated_plan(plan: SurgeryPlan, therapy: Therapy) -> SurgeryPlan:

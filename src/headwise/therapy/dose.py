@@ -1,15 +1,16 @@
 """Dose by measurement: treatment and amount per head, chosen on training text alone.
 
 First one treatment and amount for all heads at once, because heads that work together wake together
-(a copying head alone is worth nothing); then head by head around the best of these, nothing
-included, as long as training loss falls by more than its own noise. Exact: only the layers from the
-changed head on are run again. Validation and evaluation text is never looked at.
+(a copying head alone is worth nothing), with and without the heads that triage would spare; then
+head by head around the best of these, nothing included, as long as training loss falls by more than
+its own noise. Exact: only the layers from the changed head on are run again. Validation and
+evaluation text is never looked at.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
@@ -19,6 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from headwise.diagnosis.triage_values import TriageThresholds
 from headwise.forward.gelu import fused_gelu
 from headwise.forward.losses import shifted_targets, token_losses
 from headwise.forward.partial_run import layer_inputs, run_from
@@ -35,7 +37,7 @@ from headwise.therapy.record import Tried
 SEARCHED = ("release", "centre")
 DOSE_BLOCKS = 16  # training blocks on which doses are compared
 _BATCH = 8  # blocks a forward pass
-NEGLIGIBLE = 0.002  # nats per token: what counts as no change
+_NEGLIGIBLE = TriageThresholds().gain  # nats per token: a gain that is not worth a treatment
 _CLEAR = 2.0  # standard errors over documents that a change must be away from nothing
 _HARM = 0.01  # a head whose treatment costs more than this must not be touched at all
 _STEP = 0.1  # a head's own amount is looked for this far around the common one
@@ -65,16 +67,21 @@ def choose_doses(
     directions: Mapping[int, LayerDirections],
     *,
     treatments: Sequence[str] = SEARCHED,
+    spared: Collection[Head] = (),
 ) -> DoseChoice:
-    """The prescription with the least training loss that the search met; the model is unchanged."""
+    """The prescription with the least training loss that the search met; the model is unchanged.
+
+    `spared` heads are treated only if all heads together do better with them than without.
+    """
     if not heads:
         return DoseChoice({}, math.nan, math.nan, ())
     search = _Search(model, plan, directions, _joined(spread_blocks(blocks, DOSE_BLOCKS)))
     stock = search.begin({})
-    tried = _all_at_once(search, heads, treatments)
+    tried = _all_at_once(search, _joint_sets(heads, spared), treatments)
     common = _best_amounts(tried, treatments)
     for head in sorted(heads):
-        tried += _one_head(search, head, common)
+        if head not in spared or head in search.state:
+            tried += _one_head(search, head, common)
     parked = {row.heads for row in tried if row.kept and row.change < -_HARM}
     given = {h: d for h, d in search.state.items() if str(h) not in parked or d.amount}
     tokens = search.tokens.sum()
@@ -145,20 +152,34 @@ class _Search:
         return mean, error
 
 
-def _all_at_once(search: _Search, heads: Sequence[Head], treatments: Sequence[str]) -> list[Tried]:
-    """Every treatment and amount for all heads; the best becomes the current state."""
-    lowest = min(head.layer for head in heads)
-    rows, best, least = [], None, -NEGLIGIBLE
-    for name in treatments:
-        for amount in TREATMENTS[name].doses:
-            dose = Dose(name, amount)
+def _joint_sets(heads: Sequence[Head], spared: Collection[Head]) -> dict[str, list[Head]]:
+    """The heads that are treated together, under the names that the record gives them."""
+    others = [head for head in heads if head not in spared]
+    sets = {"all": list(heads), "not spared": others}
+    return {name: some for name, some in sets.items() if some and (name == "all" or spared)}
+
+
+def _all_at_once(
+    search: _Search, sets: Mapping[str, list[Head]], treatments: Sequence[str]
+) -> list[Tried]:
+    """Every treatment and amount for all heads of a set; the best becomes the current state."""
+    rows: list[Tried] = []
+    best, least = None, -_NEGLIGIBLE
+    for name, heads in sets.items():
+        lowest = min(head.layer for head in heads)
+        for dose in _searched_doses(treatments):
             mean, error = search.change(search.losses(dict.fromkeys(heads, dose), lowest))
-            rows.append(Tried("all", str(dose), mean, error, False))
             if mean + _CLEAR * error < 0 and mean < least:
-                best, least = dose, mean
+                best, least = (len(rows), dict.fromkeys(heads, dose)), mean
+            rows.append(Tried(name, str(dose), mean, error, False))
     if best is not None:
-        search.begin(dict.fromkeys(heads, best))
-    return [replace(row, kept=best is not None and row.dose == str(best)) for row in rows]
+        search.begin(best[1])
+        rows[best[0]] = replace(rows[best[0]], kept=True)
+    return rows
+
+
+def _searched_doses(treatments: Sequence[str]) -> list[Dose]:
+    return [Dose(name, amount) for name in treatments for amount in TREATMENTS[name].doses]
 
 
 def _best_amounts(tried: Sequence[Tried], treatments: Sequence[str]) -> list[Dose]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from headwise.artefacts import load_artefact, save_artefact
+from headwise.diagnosis.triage_values import TRIAGE_CLASSES
 from headwise.intervals import Interval
 from headwise.values import from_plain, plain_fields
 
@@ -36,6 +38,7 @@ class Therapy:
     treatments: Mapping[str, str]  # head: treatment
     doses: Mapping[str, float]  # head: amount
     left_alone: tuple[str, ...]
+    classes: Mapping[str, str]  # head: what triage on training text found
     tried: tuple[Tried, ...] = field(repr=False)
     change: Interval | None = None
     documents: int = 0  # of validation text that the patch was judged on
@@ -45,7 +48,7 @@ class Therapy:
     def sentence(self) -> str:
         """What the therapy found, for the terminal and the report."""
         if not self.treatments:
-            return "no head gains by a treatment: leaving the model alone is best"
+            return f"no head gains by a treatment{self._found}: leaving the model alone is best"
         if self.change is None or self.better is None:
             return f"{len(self.treatments)} heads are treated; the patch was not judged yet"
         by = f"{self.change.value:+.4f} ({self.change.low:+.4f} to {self.change.high:+.4f})"
@@ -53,6 +56,12 @@ class Therapy:
         if self.better:
             return f"{len(self.treatments)} heads treated, {told}: better, with 95% confidence"
         return f"{told}: not better with 95% confidence, so leaving the model alone is best"
+
+    @property
+    def _found(self) -> str:
+        counts = Counter(self.classes.values())
+        told = ", ".join(f"{counts[name]} {name}" for name in TRIAGE_CLASSES if counts[name])
+        return f" ({told})" if told else ""
 
     def save(self, run: Path) -> Path:
         """Write `therapy.json` into a run directory."""

@@ -34,8 +34,9 @@ from headwise.models.patch import Patch
 from headwise.progress import Progress, silent
 from headwise.proof.head_costs import Interventions, head_costs
 from headwise.provenance import Decisions
+from headwise.settings import changed
 from headwise.staged import METHOD, Staged, discoveries, document_order, in_stages, looks_at
-from headwise.surgery.plan import make_plan
+from headwise.surgery.plan import SurgeryPlan, make_plan
 from headwise.surgery.sink_directions import LayerDirections, measure_directions
 from headwise.surgery.treatments import Dose, treat
 from headwise.texts.batches import batches, encode_for
@@ -88,12 +89,29 @@ def triage(
     wanted = selected_heads(diagnosis, heads)
     encoded = _documents(loaded, given, chosen)
     guard(loaded, max(map(len, encoded)))
-    wards = _interventions(loaded.model, encoded, diagnosis, wanted, chosen, directions)
-    staged = _measured(loaded.model, encoded, wanted, wards, chosen.thresholds, progress)
-    judged = judge(wanted, wards.kinds, staged, chosen.thresholds)
-    rows = {str(head): found for head, found in zip(wanted, judged, strict=True)}
+    plan = query_plan(diagnosis, wanted)
+    rows, staged = triage_heads(
+        loaded.model, plan, encoded, settings=chosen, directions=directions, progress=progress
+    )
     provenance = _provenance(given, encoded, staged, chosen, heads, loaded.bos)
     return Triage(rows, chosen.thresholds, diagnosis, provenance)
+
+
+def triage_heads(
+    model: PreTrainedModel,
+    plan: SurgeryPlan,
+    encoded: list[list[int]],
+    *,
+    settings: TriageSettings | None = None,
+    directions: Mapping[int, LayerDirections] | None = None,
+    progress: Progress = silent,
+) -> tuple[dict[str, HeadTriage], Staged]:
+    """Judge a plan's targets on documents of tokens, in their order, as far as is needed."""
+    chosen, heads = settings or TriageSettings(), plan.target_heads
+    wards = _interventions(model, encoded, plan, chosen, directions)
+    staged = _measured(model, encoded, heads, wards, chosen.thresholds, progress)
+    judged = judge(heads, wards.kinds, staged, chosen.thresholds)
+    return {str(head): found for head, found in zip(heads, judged, strict=True)}, staged
 
 
 def _first_token(loaded: LoadedModel, bos: bool | None, diagnosis: Diagnosis) -> LoadedModel:
@@ -126,33 +144,35 @@ def _documents(loaded: LoadedModel, texts: TextSet, settings: TriageSettings) ->
 def _interventions(
     model: PreTrainedModel,
     encoded: list[list[int]],
-    diagnosis: Diagnosis,
-    heads: Sequence[Head],
+    plan: SurgeryPlan,
     settings: TriageSettings,
     directions: Mapping[int, LayerDirections] | None,
 ) -> Interventions:
     """What triage does to each head, with the means and the queries that it needs."""
+    heads = plan.target_heads
     if not heads:
         return Interventions()
     blocks = list(batches(encoded, 4))
     found = directions or measure_directions(model, blocks, sorted({h.layer for h in heads}))
-    treated = {
-        n: treated_queries(model, diagnosis, heads, n, settings.dose, found) for n in HANDLES
-    }
+    treated = {n: treated_queries(model, plan, n, settings.dose, found) for n in HANDLES}
     return Interventions(measure_means(model, blocks), treated)
+
+
+def query_plan(diagnosis: Diagnosis, heads: Sequence[Head]) -> SurgeryPlan:
+    """A plan that touches the queries of these heads alone; it may have no targets."""
+    every = make_plan(diagnosis, heads="all", kv_policy="queries-only")
+    return changed(every, targets=format_heads(heads), summary=None)
 
 
 def treated_queries(
     model: PreTrainedModel,
-    diagnosis: Diagnosis,
-    heads: Sequence[Head],
+    plan: SurgeryPlan,
     name: str,
     dose: float,
     directions: Mapping[int, LayerDirections],
 ) -> Patch:
-    """A patch with every head's treated queries; the costs take each head's alone."""
-    plan = make_plan(diagnosis, heads=format_heads(heads), kv_policy="queries-only")
-    prescription = {head: Dose(name, dose) for head in heads}
+    """A patch with every target's treated queries; the costs take each head's alone."""
+    prescription = {head: Dose(name, dose) for head in plan.target_heads}
     return treat(model, plan, prescription, directions=directions)
 
 
