@@ -8,7 +8,7 @@ WORKERS ?= 2
 export HF_HUB_DISABLE_TELEMETRY = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: install demo test test-slow test-families check format bench faults clean
+.PHONY: install demo test test-slow test-families check format bench faults fuzz clean
 
 install: $(STAMP)
 
@@ -30,8 +30,22 @@ test-slow: install
 test-families: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m families
 
+# Each campaign prints a table of tried, survived, wrong and lost; the last two must be 0.
+CAMPAIGN = PYTHONPATH=src:tests OMP_NUM_THREADS=1 $(BIN)/python -m campaigns
+KILLS ?= 500
+CORRUPTIONS ?= 2000
+FUZZED ?= 1000000
+SOAK ?= 5000
+SEED ?= 0
+
 faults: install
 	$(BIN)/python -m pytest -m faults
+	$(CAMPAIGN) corruptions --count $(CORRUPTIONS) --seed $(SEED)
+	$(CAMPAIGN) kills --count $(KILLS) --seed $(SEED)
+	$(CAMPAIGN) soak --count $(SOAK)
+
+fuzz: install
+	$(CAMPAIGN) fuzz --count $(FUZZED) --seed $(SEED)
 
 check: install
 	$(BIN)/ruff check $(CODE)

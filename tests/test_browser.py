@@ -10,6 +10,7 @@ import subprocess
 
 import pytest
 
+from filmed import film_in
 from headwise.report import write as report
 from reportstudy import EVIL, build_study
 
@@ -194,3 +195,28 @@ def test_a_phone_needs_no_sideways_scrolling(browser, path, scheme):
     page.locator("#theme").click()
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") != before
     context.close()
+
+
+def test_a_film_slides_through_every_measure_and_marks_its_alarms(browser, tmp_path):
+    film = film_in(tmp_path / "watch")
+    path = report.write_report(tmp_path / "watch", tmp_path / "report")
+    page = browser.new_page()
+    page.set_default_timeout(PATIENCE)
+    errors = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(path.as_uri())
+    head = page.locator('#grid [data-head="L2H5"]')
+    head.click()
+    page.select_option("#measure", label="entropy")
+    labels = []
+    for step in ("0", "9"):
+        page.locator("#step").fill(step)
+        labels.append(head.get_attribute("aria-label"))
+    assert "sink" not in labels[0]
+    assert "sink" in labels[1]
+    for label, place in zip(labels, (0, 9), strict=True):
+        assert f"entropy {film.trajectory('L2H5', 'entropy')[place]:.3f}" in label
+    assert page.locator("#detail line.alarm.on").count() == 1
+    assert "L2H5 at step 70" in page.locator("#detail line.alarm title").first.text_content()
+    assert not errors
+    page.close()

@@ -73,12 +73,17 @@ def run(words: list[str]) -> None:
     assert done.exit_code == 0, f"{shlex.join(words)}\n{done.output}\n{done.exception!r}"
 
 
-@pytest.mark.slow  # minutes: make test-slow
-def test_the_story_in_commands_runs_on_the_patient(desk):
+@pytest.mark.parametrize(
+    "treatment",
+    ["the paper's", pytest.param("auto", marks=pytest.mark.slow)],  # auto: minutes, all sick heads
+)
+def test_the_story_in_commands_runs_on_the_patient(desk, treatment):
     story = next(text for text in blocks(README, "sh") if "headwise diagnose" in text)
     found = [quick(words) for words in commands(story)]
     assert len(found) >= 10
     for words in found:
+        if "auto" in words and treatment != "auto":
+            continue
         if words[0] == "report" and not Path(words[1]).exists():
             words[1] = "out/run"  # the study of the story was only counted
         run(words)
@@ -91,7 +96,12 @@ def test_the_readmes_python_runs(desk):
         exec(compile(text, "README.md", "exec"), {"__name__": "readme"})
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
+LONG = {"handover": pytest.mark.slow}  # a whole story of its own
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=LONG.get(page.stem, ()), id=page.stem) for page in PAGES]
+)
 def test_a_pages_commands_run(page, desk):
     for text in blocks(page, "python"):
         exec(compile(text, page.name, "exec"), {"__name__": page.stem})

@@ -12,18 +12,20 @@ SOURCE = Path(__file__).parent.parent / "src" / "headwise"
 
 # A package imports only what stands above it; the loose modules of the top are the ground floor.
 ORDER = """
-    errors ranks alarms bundled artefacts values provenance frames settings
-    heads intervals staged sheets progress drawing
+    errors ranks alarms bundled integrity artefacts values provenance settings
+    heads intervals frames sheets progress drawing
     models
     forward
     texts
     diagnosis
+    watch
     surgery
     plasticity
     proof
     therapy
     studies
     report
+    handover
     bench
     __init__ cli __main__
 """.split()  # noqa: SIM905

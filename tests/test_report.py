@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import pytest
 
+from filmed import film_in
 from headwise.diagnosis.survey import survey as survey_of
 from headwise.errors import ArtefactError, HeadwiseError
 from headwise.intervals import Interval
@@ -334,3 +335,25 @@ def test_tables_and_page_are_made_without_torch(study, tmp_path):
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(study), str(tmp_path)], check=True, timeout=120)
+
+
+def test_a_film_has_a_page_with_its_steps_measures_and_alarms(tmp_path, no_figures):
+    film = film_in(tmp_path / "watch")
+    assert [alarm.head for alarm in film.alarms] == ["L2H5"]
+    page = report.write_report(tmp_path / "watch", tmp_path / "report").read_text()
+    found = re.search(r'id="data">(.*?)</script>', page, re.DOTALL)
+    (condition,) = json.loads(found[1])["conditions"]
+    assert condition["steps"] == list(range(0, 100, 10))
+    assert set(condition["film"]) == {
+        "first_token_mass",
+        "entropy",
+        "output_norm",
+        "max_logit",
+        "sink_rate",
+    }
+    assert condition["film"]["entropy"][9][2][5] == pytest.approx(
+        3 - film.trajectory("L2H5")[-1], abs=1e-4
+    )
+    assert condition["marks"] == [[film.alarms[0].step, "L2H5", "collapse"]]
+    assert "0 sick heads at step 0, 1 at 90; 1 alarms." in page
+    assert "L2H5 at step 80" in page

@@ -9,8 +9,7 @@ from conftest import tiny_model
 from headwise.diagnosis.mean_outputs import measure_means
 from headwise.heads import Head, all_heads
 from headwise.proof.ablation import ablate_heads
-from headwise.proof.usefulness import Usefulness, judge_heads
-from headwise.staged import (
+from headwise.proof.staged import (
     ERROR,
     Looks,
     Staged,
@@ -21,6 +20,7 @@ from headwise.staged import (
     student_interval,
     student_p,
 )
+from headwise.proof.usefulness import Usefulness, judge_heads
 from headwise.texts.batches import batches
 
 DOCUMENTS = 64

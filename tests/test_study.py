@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from headwise.cli import app
 from headwise.cli.show import cost_tables
+from headwise.cli.study import _runnable
 from headwise.diagnosis.values import Thresholds, diagnosis_from
 from headwise.errors import ArtefactError, SettingsError
 from headwise.models.patch import Patch
@@ -235,3 +236,11 @@ def test_a_new_study_file_is_a_valid_study_and_replaces_nothing(tmp_path, monkey
     again = CliRunner().invoke(app, ["study", "--init", "some/model"])
     assert again.exit_code == 1
     assert "such a file already" in str(again.exception)
+
+
+def test_the_demo_runs_without_the_lora_extra(monkeypatch, capsys):
+    demo = load_study("demo")
+    assert _runnable(demo, quiet=False) == demo
+    monkeypatch.setattr("headwise.cli.study.find_spec", lambda name: None)
+    assert [arm.mode for arm in _runnable(demo, quiet=False).arms].count("lora") == 0
+    assert "headwise[lora]" in capsys.readouterr().out

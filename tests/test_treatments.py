@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -192,3 +194,10 @@ def test_measuring_directions_leaves_the_model_and_the_grad_mode_as_they_were():
 def test_an_unknown_treatment_is_named_with_the_known_ones():
     with pytest.raises(SelectionError, match="release"):
         treatment_named("relase")
+
+
+def test_the_page_lists_every_treatment_with_its_formula():
+    page = (Path(__file__).parent.parent / "docs" / "treatments.md").read_text()
+    for row in TREATMENTS.values():
+        told = " ".join(["|", f"`{row.name}`", "|", *row.writes, "|", row.says, "|"])
+        assert told in page

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from headwise.errors import ArtefactError
+from headwise.integrity.checksums import CHECKSUM, check_text, sealed_text
 from headwise.ranks import is_first, may_write
 
 SCHEMA_VERSION = 1
@@ -61,7 +62,8 @@ def sweep(folder: Path) -> None:
     if not is_first():
         return
     for half_written in Path(folder).rglob(".*.tmp"):
-        half_written.unlink(missing_ok=True)
+        if half_written.is_file():  # a folder is a half-written model, which `apply` removes
+            half_written.unlink(missing_ok=True)
 
 
 def _umask() -> int:
@@ -103,25 +105,59 @@ def save_artefact(path: Path, kind: str, body: dict[str, Any]) -> Path:
         raise ArtefactError(
             f"{path.name} would hold a NaN or infinity: {error}", where=path
         ) from None
-    return write_text(path, text)
+    return write_text(path, sealed_text(text))
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read one JSON object; a missing or cut-off file is an `ArtefactError`."""
+    """Read one JSON object; a missing, cut-off or damaged file is an `ArtefactError`."""
     path = Path(path)
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, IsADirectoryError):
-        raise ArtefactError("no such file", where=path, fix="check the path") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ArtefactError(
-            f"not a complete JSON file ({error})",
-            where=path,
-            fix="write it again; it may be cut off",
-        ) from None
+    text = read_text(path)
+    value = parse_json(text, path)
     if not isinstance(value, dict):
         raise ArtefactError("not a headwise artefact: no JSON object", where=path)
+    check_text(text, path)
+    value.pop(CHECKSUM, None)
     return value
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is such a file or folder; a name that no disk can hold is none."""
+    try:
+        return Path(path).exists()
+    except OSError:
+        return False
+
+
+def read_text(path: Path) -> str:
+    """The UTF-8 text of a file; what cannot be read is an `ArtefactError`."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        raise ArtefactError("no such file", where=path, fix="check the path") from None
+    except UnicodeDecodeError as error:
+        raise ArtefactError(
+            f"not UTF-8 text ({error.reason} at byte {error.start})",
+            where=path,
+            fix="write it again; it may be damaged",
+        ) from None
+    except (OSError, ValueError) as error:  # ValueError: a path with a null byte
+        raise ArtefactError(
+            f"cannot be read ({getattr(error, 'strerror', None) or error})",
+            where=str(path)[:200],
+            fix="check the path and its rights",
+        ) from None
+
+
+def parse_json(text: str, where: object, kind: str = "JSON") -> Any:
+    """JSON of any kind; what is cut off, too deep or has absurd digits is an `ArtefactError`."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ArtefactError(
+            f"not a complete {kind} file ({str(error)[:200]})",
+            where=where,
+            fix="write it again; it may be cut off",
+        ) from None
 
 
 def load_artefact(path: Path, kind: str | Iterable[str]) -> dict[str, Any]:
@@ -158,14 +194,8 @@ def content_hash(parts: Iterable[bytes | str]) -> str:
     return digest.hexdigest()
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[Any]:
     """The rows of a .jsonl file, [] if there is none."""
     if not path.exists():
         return []
-    try:
-        text = path.read_text(encoding="utf-8")
-        return [json.loads(line) for line in text.splitlines() if line]
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ArtefactError(
-            f"not a complete .jsonl file ({error})", where=path, fix="resume the run that wrote it"
-        ) from None
+    return [parse_json(line, path, ".jsonl") for line in read_text(path).splitlines() if line]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headwise.errors import HeadwiseError
+from headwise.intervals import Interval
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -20,6 +21,15 @@ def frame(rows: Sequence[Mapping[str, object]]) -> pd.DataFrame:
     except ImportError:
         raise HeadwiseError("to_frame() needs pandas", fix="pip install pandas") from None
     return pd.DataFrame(list(rows))
+
+
+def interval_columns(intervals: Mapping[str, Interval]) -> dict[str, float]:
+    """Value, low and high of named intervals as columns."""
+    return {
+        name + ending: getattr(interval, part)
+        for name, interval in intervals.items()
+        for ending, part in (("", "value"), ("_low", "low"), ("_high", "high"))
+    }
 
 
 def head_frame(

@@ -12,6 +12,7 @@ set of heads that keep it.
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -36,9 +37,9 @@ class Head:
     @staticmethod
     def parse(name: str) -> Head:
         """Read `L5H14`."""
-        match = re.fullmatch(r"L(\d+)H(\d+)", name.strip())
+        match = re.fullmatch(r"L(\d{1,6})H(\d{1,6})", name.strip())
         if match is None:
-            raise SelectionError(f"{name!r} is not a head", fix="write it like L5H14")
+            raise SelectionError(f"{_shown(name)} is not a head", fix="write it like L5H14")
         return Head(int(match[1]), int(match[2]))
 
 
@@ -75,8 +76,10 @@ def all_heads(num_layers: int, num_heads: int, layers: Sequence[int] | None = No
 
 
 _TOKEN = re.compile(
-    r"\s*(?:(?P<measure>[a-z_]+\s*(?:[<>]=?)\s*-?\d+(?:\.\d+)?(?:e-?\d+)?)"
-    r"|(?P<heads>L\d+(?:-\d+)?(?:H\d+(?:-\d+)?)?|H\d+(?:-\d+)?)|(?P<word>[a-z_]+)|(?P<op>[&,()+-]))"
+    r"\s*(?:(?P<measure>[a-z_]+\s*(?:[<>]=?)\s*-?\d{1,20}(?:\.\d{1,20})?(?:e-?\d{1,3})?)"
+    r"|(?P<heads>L\d{1,6}(?:-\d{1,6})?(?:H\d{1,6}(?:-\d{1,6})?)?|H\d{1,6}(?:-\d{1,6})?)"
+    r"|(?P<word>[a-z_]+)|(?P<op>[&,()+-]))",
+    re.ASCII,
 )
 
 
@@ -97,7 +100,9 @@ def select_heads(
     `layers` are the numbers of the layers with attention, where these are not all.
     """
     if len(selection) > _LONGEST:
-        raise SelectionError(f"the selection has more than {_LONGEST:,} characters")
+        raise SelectionError(
+            f"the selection has more than {_LONGEST:,} characters", fix="name ranges: L5-22H9-15"
+        )
     numbers = tuple(range(num_layers) if layers is None else layers)
     rows, indices = np.indices((num_layers, num_heads))
     known = {"layer": np.array(numbers)[rows], "head": indices, **(maps or {})}
@@ -135,14 +140,20 @@ def named_ranges(
     return select_heads(",".join(ranges), num_layers=num_layers, num_heads=num_heads, layers=layers)
 
 
-def _tokens(selection: str) -> list[str]:
-    tokens, at = [], 0
+def _shown(text: str) -> str:
+    """A text as an error can quote it."""
+    return repr(text if len(text) <= 120 else text[:117] + "...")
+
+
+def _tokens(selection: str) -> deque[str]:
+    tokens: deque[str] = deque()
+    at = 0
     text = selection.rstrip()
     while at < len(text):
         match = _TOKEN.match(text, at)
         if match is None:
             raise SelectionError(
-                f"cannot read {selection!r} at {text[at:].strip()!r}",
+                f"cannot read {_shown(selection)} at {_shown(text[at:].strip())}",
                 fix="example: L5-22H9-15 & sick, L23H0",
             )
         tokens.append(match.group().strip())
@@ -154,7 +165,7 @@ def _tokens(selection: str) -> list[str]:
 class _Selection:
     """Recursive descent: or-list of (term (& term | - term)*)."""
 
-    tokens: list[str]
+    tokens: deque[str]
     text: str
     words: dict[str, frozenset[Head]]
     maps: Mapping[str, Real[np.ndarray, "layer head"]]
@@ -167,13 +178,13 @@ class _Selection:
             raise SelectionError("the selection is empty", fix="example: sick, or L5-22H9-15")
         heads = self._union()
         if self.tokens:
-            raise SelectionError(f"cannot read {self.text!r} at {self.tokens[0]!r}")
+            raise SelectionError(f"cannot read {_shown(self.text)} at {self.tokens[0]!r}")
         return heads
 
     def _union(self) -> frozenset[Head]:
         heads = self._difference()
         while self.tokens and self.tokens[0] in (",", "+"):
-            self.tokens.pop(0)
+            self.tokens.popleft()
             heads |= self._difference()
         return heads
 
@@ -184,23 +195,25 @@ class _Selection:
         }
         heads = self._atom()
         while self.tokens and self.tokens[0] in operators:
-            heads = operators[self.tokens.pop(0)](heads, self._atom())
+            heads = operators[self.tokens.popleft()](heads, self._atom())
         return heads
 
     def _atom(self) -> frozenset[Head]:
         if not self.tokens:
             raise SelectionError(
-                f"{self.text!r} ends too early", fix="example: L5-22H9-15 & sick, all - dead"
+                f"{_shown(self.text)} ends too early", fix="example: L5-22H9-15 & sick, all - dead"
             )
-        token = self.tokens.pop(0)
+        token = self.tokens.popleft()
         if token == "(":
             self.depth += 1
             if self.depth > _DEEPEST:
-                raise SelectionError(f"more than {_DEEPEST} parentheses within each other")
+                raise SelectionError(
+                    f"more than {_DEEPEST} parentheses within each other", fix="write it flatter"
+                )
             heads = self._union()
             self.depth -= 1
-            if not self.tokens or self.tokens.pop(0) != ")":
-                raise SelectionError(f"{self.text!r} has an open parenthesis")
+            if not self.tokens or self.tokens.popleft() != ")":
+                raise SelectionError(f"{_shown(self.text)} has an open parenthesis")
             return heads
         if token[0] in "LH":
             return self._heads(token)
@@ -208,7 +221,7 @@ class _Selection:
             return self._measured(token)
         if token not in self.words:
             raise SelectionError(
-                f"{token!r} is not known in {self.text!r}",
+                f"{token!r} is not known in {_shown(self.text)}",
                 fix=f"known words: {', '.join(sorted(self.words))}; heads look like L5H14",
             )
         return self.words[token]

@@ -7,6 +7,7 @@ wrong kind, a NaN or an absurd count is an `ArtefactError` and never a number.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -28,7 +29,9 @@ from headwise.errors import ArtefactError
 Value = TypeVar("Value")
 OMITTED: dict[str, bool] = {"omit_none": True}  # metadata of a field that is left out if None
 MOST = 100_000  # no model has more layers or heads; a larger count is damage
+MOST_HEADS = 1_000_000  # layers times heads
 Count = Annotated[int, Field(ge=1, le=MOST)]
+Width = Annotated[int, Field(ge=1, le=100 * MOST)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -112,14 +115,36 @@ def _adapter(kind: Any) -> Any:  # a TypeAdapter; its generic form cannot be che
 def from_plain(kind: type[Value], body: object, where: object) -> Value:
     """Build a value from parsed JSON; what does not fit its type is told, the first fault first."""
     try:
-        value: Value = _adapter(cast(Any, kind)).validate_json(to_json(body), strict=True)
-        return value
+        raw = to_json(body)
+    except ValueError as error:  # too deep, or a lone surrogate
+        raise ArtefactError(
+            f"not a value that JSON can hold ({str(error)[:200]})",
+            where=where,
+            fix="write it again with headwise; a hand-edited or damaged file is not used",
+        ) from None
+    try:
+        value: Value = _adapter(cast(Any, kind)).validate_json(raw, strict=True)
     except ValidationError as error:
         first, *more = error.errors(include_url=False)
-        place = ".".join(str(part) for part in first["loc"] if part != "") or "the file"
+        place = ".".join(str(part) for part in first["loc"] if part != "")[:200] or "the file"
         also = f" (and {len(more)} more faults)" if more else ""
         raise ArtefactError(
             f"{place}: {first['msg'][:200]}{also}",
             where=where,
             fix="write it again with headwise; a hand-edited or damaged file is not used",
         ) from None
+    if (b"NaN" in raw or b"Infinity" in raw) and not _is_finite(body):
+        raise ArtefactError(
+            "it holds a NaN or an infinity where no field says so",
+            where=where,
+            fix="write it again with headwise; a hand-edited or damaged file is not used",
+        )
+    return value
+
+
+def _is_finite(body: object) -> bool:
+    if isinstance(body, dict):
+        return all(_is_finite(part) for part in body.values())
+    if isinstance(body, (list, tuple)):
+        return all(_is_finite(part) for part in body)
+    return not isinstance(body, float) or math.isfinite(body)

@@ -239,7 +239,7 @@ def apply(
 ) -> None:
     """Write an ordinary model directory with patches merged in, or taken out again."""
     from headwise.cli.show import console
-    from headwise.models.merging import apply_patches
+    from headwise.handover.merging import apply_patches
     from headwise.models.patch import Patch
 
     read = [Patch.load(path) for path in patches]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headwise.cli.app import app
+from headwise.cli.app import app, resumable
 from headwise.cli.options import (
     Adaptive,
     AllowPickle,
@@ -34,10 +34,23 @@ from headwise.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headwise.plasticity.values import HeadFailure
     from headwise.proof.completed_texts import Completions
 
 AblatedHeads = Annotated[
     str | None, typer.Option(help="Heads to ablate one by one: a selection, `all` or `none`.")
+]
+
+
+MaxPairs = Annotated[
+    int | None, typer.Option(help="Sample a key bucket with more pairs; 200,000.", min=1)
+]
+
+
+MaxRows = Annotated[
+    int | None, typer.Option(help="Sample a head with more vectors; 50,000.", min=2)
 ]
 
 
@@ -169,11 +182,13 @@ def compare(
     after: Annotated[Path, typer.Argument(help="The same after the operation.")],
     plan: Annotated[Path | None, typer.Option(help="plan.yaml: gives the zones.")] = None,
     run: Annotated[Path | None, typer.Option(help="Run directory: gives checkpoints.")] = None,
+    csv: Annotated[bool, typer.Option("--csv", help="Also comparison.csv, a row a head.")] = False,
     out: Out = Path("out/comparison"),
     seed: Seed = 0,
     quiet: Quiet = False,
 ) -> None:
     """What changed between two conditions: classes, drift by zone, columns, paired losses."""
+    from headwise.artefacts import write_text
     from headwise.cli.show import print_sheets
     from headwise.proof.compare import compare as run_comparison, read_snapshot
     from headwise.proof.trajectories import run_maps
@@ -190,7 +205,10 @@ def compare(
         seed=seed,
     )
     print_sheets(comparison_sheets(found), quiet)
-    wrote([found.save(out / "comparison.json")], quiet)
+    written = [found.save(out / "comparison.json")]
+    if csv:
+        written.append(write_text(out / "comparison.csv", found.to_csv()))
+    wrote(written, quiet)
     alarm(found.alarms, quiet)
 
 
@@ -203,7 +221,7 @@ def capture(
     heads: Annotated[str | None, typer.Option(help="Query heads: a selection or indices.")] = None,
     buckets: Annotated[str, typer.Option(help="uniform:SIZE or log2:FLOOR")] = "uniform:64",
     base_rate: Annotated[
-        float | None, typer.Option(help="Rows kept a text and bucket; default: all.")
+        float | None, typer.Option(help="Rows kept a text and bucket; default: all.", min=1e-9)
     ] = None,
     pre_rope: Annotated[bool, typer.Option("--pre-rope", help="Before RoPE is applied.")] = False,
     layout: Annotated[str, typer.Option(help="new, or old (with a model folder)")] = "new",
@@ -234,7 +252,7 @@ def capture(
         buckets, base_rate, max_length, pre_rope, choice(layout, "new", "old"), seed
     )
     geometry = geometry_of(loaded.model)
-    with progress_bars(quiet) as progress:
+    with resumable(f"add --resume to go on in {out}"), progress_bars(quiet) as progress:
         captured = run(
             loaded,
             chosen_texts(texts, lines, model),
@@ -254,6 +272,14 @@ def capture(
         console(quiet).print(f"note: {captured.note}")
 
 
+def _pairs(text: str | None) -> int | str | None:
+    if text is None or text == "all":
+        return text
+    if not (text.isdecimal() and text.isascii() and 0 < len(text) < 16 and int(text) > 0):
+        raise typer.BadParameter(f"--pairs {text[:40]!r} is neither `all` nor a number above 0")
+    return int(text)
+
+
 @app.command(epilog="Example: headwise plasticity out/qk")
 def plasticity(
     folder: Annotated[
@@ -264,8 +290,10 @@ def plasticity(
         str | None, typer.Option(help="seed, full, empirical or linear-diagonal")
     ] = None,
     pairs: Annotated[str | None, typer.Option(help="Key pairs a cell: all, or a number.")] = None,
+    max_pairs: MaxPairs = None,
+    max_rows: MaxRows = None,
     heads: Annotated[str | None, typer.Option(help="A selection such as L0-3H2.")] = None,
-    workers: Annotated[int | None, typer.Option(help="Processes; default one a core.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes; all cores.", min=1)] = None,
     backend: Annotated[str | None, typer.Option(help="joblib or dask")] = None,
     scheduler: Annotated[str | None, typer.Option(help="Address of a Dask scheduler.")] = None,
     legacy_columns: Annotated[
@@ -287,7 +315,9 @@ def plasticity(
         raise typer.BadParameter("pass either a folder of captured vectors or --config")
     given = {
         "definition": choice(definition, "seed", "full", "empirical", "linear-diagonal"),
-        "pairs": pairs if pairs in (None, "all") else int(pairs),
+        "pairs": _pairs(pairs),
+        "max_pairs": max_pairs,
+        "max_tokens_per_head": max_rows,
         "heads": heads,
         "max_workers": workers,
         "backend": choice(backend, "joblib", "dask"),
@@ -295,7 +325,8 @@ def plasticity(
         "legacy_columns": legacy_columns or None,
         "seed": seed,
     }
-    with progress_bars(quiet) as progress:
+    going_on = resumable(f"add --resume to keep the finished heads in {out}")
+    with going_on, progress_bars(quiet) as progress:
         found = measure_plasticity(
             folder or config,  # type: ignore[arg-type]
             out=out,
@@ -306,10 +337,15 @@ def plasticity(
     if figures and found.heads:
         plasticity_figures(found, out)
     console(quiet).print(plasticity_table(found))
-    console(quiet).print(f"wrote tables, plasticity.json and figures in {out}", style="dim")
-    for failure in found.failures:
+    told = f"{found.caps}\nwrote tables, plasticity.json and figures in {out}"
+    console(quiet).print(told, style="dim")
+    _end_on_failures(found.failures)
+
+
+def _end_on_failures(failures: Sequence[HeadFailure]) -> None:
+    for failure in failures:
         typer.echo(
             f"headwise: L{failure.layer}H{failure.q_head} failed: {failure.reason}", err=True
         )
-    if found.failures:
+    if failures:
         raise typer.Exit(1)

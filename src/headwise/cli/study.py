@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from headwise.cli.app import app, resumable
 from headwise.cli.options import Out, Quiet, wrote
+
+if TYPE_CHECKING:
+    from headwise.studies.study import Study
 
 
 @app.command()
@@ -67,8 +71,17 @@ def demo(
 
     going_on = resumable("the same command goes on where it stopped")
     with going_on, progress_bars(quiet) as progress:
-        folder = run_study(load_study("demo"), out=out, progress=progress)
+        folder = run_study(_runnable(load_study("demo"), quiet), out=out, progress=progress)
     _write_report(folder, folder, quiet)
+
+
+def _runnable(study: Study, quiet: bool) -> Study:
+    """The study without its lora arms where peft, an optional extra, is not installed."""
+    if find_spec("peft"):
+        return study
+    if not quiet:
+        typer.echo("no lora arm: peft is not installed (pip install 'headwise[lora]')")
+    return study.model_copy(update={"arms": [arm for arm in study.arms if arm.mode != "lora"]})
 
 
 @app.command(epilog="Example: headwise report out/run --before out/before --after out/after")

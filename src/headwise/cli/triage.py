@@ -44,7 +44,7 @@ LETTERS = {
 @app.command()
 def triage(
     model: Model,
-    diagnosis: Annotated[Path, typer.Option(help="diagnosis.json")],
+    diagnosis: Annotated[Path, typer.Option(help="diagnosis.json, or its folder.")],
     heads: Annotated[str, typer.Option(help="Which heads to judge: a selection.")] = "sick",
     out: Out = Path("out/triage"),
     texts: Texts = None,
@@ -68,10 +68,10 @@ def triage(
     from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import console, print_sheets
     from headwise.diagnosis.triage_values import TriageThresholds
-    from headwise.diagnosis.values import Diagnosis
+    from headwise.proof.compare import read_snapshot
     from headwise.therapy.triage import TriageSettings, triage as run
 
-    chosen, read = given_texts(texts, lines), Diagnosis.load(diagnosis)
+    chosen, read = given_texts(texts, lines), read_snapshot(diagnosis).diagnosis
     loaded = load(model, dtype, device_map, allow_pickle, trust_remote_code)
     thresholds = TriageThresholds(negligible=negligible)
     with progress_bars(quiet) as progress:

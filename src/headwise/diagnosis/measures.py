@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from headwise.errors import ModelError
 from headwise.forward.attention import (
+    Moments,
     bucket_mass,
     first_keys_mass,
     mass_at,
@@ -184,7 +185,7 @@ class _Observer:
         return self.grams[layer]
 
     def weights(self, batch: Batch) -> Float[Tensor, "text query"]:
-        return _query_weights(batch, self.skip)
+        return query_weights(batch, self.skip)
 
     def counts(self, batch: Batch) -> Int[np.ndarray, "bucket"]:
         return _bucket_counts(self.weights(batch), _buckets(batch), self.num_buckets)
@@ -204,7 +205,7 @@ def _buckets(batch: Batch) -> Int[Tensor, "query"]:
     return torch.tensor([position_bucket(t) for t in range(batch.ids.shape[1])])
 
 
-def _query_weights(batch: Batch, skip: int) -> Float[Tensor, "text query"]:
+def query_weights(batch: Batch, skip: int) -> Float[Tensor, "text query"]:
     """1 / (number of measured queries) at measured queries, 0 elsewhere."""
     position = torch.arange(batch.ids.shape[1])
     chosen = (position[None] < batch.lengths[:, None]) & (position[None] >= skip)
@@ -227,35 +228,54 @@ def _later(weights: Tensor) -> Tensor:
 def _layer_measures(
     sight: Sight, mass: Tensor, weights: Tensor, gram: Tensor
 ) -> dict[str, Float[Tensor, "text head"]]:
+    moment = moments(sight.scores, sight.lse)
+    core = _core_measures(sight, mass, moment, weights)
     return {
-        **_attention_measures(sight, mass, weights),
-        **_output_measures(sight, mass, weights, gram),
+        **core,
+        **_attention_measures(sight, moment, weights),
+        **_output_measures(sight, mass, weights, gram, core["output_norm"]),
     }
 
 
-def _attention_measures(sight: Sight, mass: Tensor, weights: Tensor) -> dict[str, Tensor]:
-    scores, lse = sight.scores, sight.lse
-    moment = moments(scores, lse)
-    position = torch.arange(scores.length, device=lse.device, dtype=torch.float32)
-    uniform = scores.num_visible.log()  # 0 where a query sees one key: its entropy is 0 too
-    back = [mass_at(scores, lse, offset) for offset in range(LOCAL_WINDOW)]
-    later, largest = _later(weights), max_logits(scores, lse, weights > 0)
+def watched_measures(
+    sight: Sight, weights: Float[Tensor, "text query"]
+) -> dict[str, Float[Tensor, "text head"]]:
+    """The few measures that a model is watched by while it trains."""
+    mass = mass_at(sight.scores, sight.lse, None)
+    return _core_measures(sight, mass, moments(sight.scores, sight.lse), weights)
+
+
+def _core_measures(
+    sight: Sight, mass: Tensor, moment: Moments, weights: Tensor
+) -> dict[str, Tensor]:
+    largest = max_logits(sight.scores, sight.lse, weights > 0)
     return {
         "first_token_mass": _mean(mass, weights),
         "entropy": _mean(moment.entropy, weights),
+        "learned_sink_share": _mean(sink_share(sight.scores, sight.lse), weights),
+        "max_logit": largest.value,
+        "max_logit_upper": largest.upper,
+        "output_norm": _mean(sight.out.float().square().sum(-1).sqrt(), weights),
+    }
+
+
+def _attention_measures(sight: Sight, moment: Moments, weights: Tensor) -> dict[str, Tensor]:
+    scores, lse = sight.scores, sight.lse
+    position = torch.arange(scores.length, device=lse.device, dtype=torch.float32)
+    uniform = scores.num_visible.log()  # 0 where a query sees one key: its entropy is 0 too
+    back = [mass_at(scores, lse, offset) for offset in range(LOCAL_WINDOW)]
+    later = _later(weights)
+    return {
         "normalized_entropy": _mean(moment.entropy / uniform.clamp_min(1e-6), later),
         "local_mass": _mean(sum(back[1:], back[0]), weights),
         "previous_token_mass": _mean(back[1], later),
         "mean_distance": _mean(position - moment.mean_key, weights),
         "first_4_token_mass": _mean(first_keys_mass(scores, lse, 4), weights),
-        "learned_sink_share": _mean(sink_share(scores, lse), weights),
-        "max_logit": largest.value,
-        "max_logit_upper": largest.upper,
     }
 
 
 def _output_measures(
-    sight: Sight, mass: Tensor, weights: Tensor, gram: Tensor
+    sight: Sight, mass: Tensor, weights: Tensor, gram: Tensor, norm: Tensor
 ) -> dict[str, Tensor]:
     out = sight.out.float()
     if bool((weights == 0).any()):  # padding may hold anything
@@ -263,12 +283,10 @@ def _output_measures(
     group = out.shape[1] // sight.v.shape[1]
     norms = sight.v.float().norm(dim=-1).repeat_interleave(group, 1)  # (text, head, key)
     power = out.square().sum(-1)
-    norm = _mean(power.sqrt(), weights)
     center = (weights[:, None, None].to(out) @ out)[:, :, 0]  # (text, head, value)
     along = _along_first_value(sight, out)
     projected = ((out @ gram) * out).sum(-1).clamp_min(0).sqrt()
     return {
-        "output_norm": norm,
         "output_norm_ratio": norm / norm.mean(1, keepdim=True).clamp_min(1e-30),
         "projected_norm": _mean(projected, weights),
         "constant_share": center.double().square().sum(-1) / _mean(power, weights).clamp_min(1e-30),
@@ -328,7 +346,8 @@ def _require_finite(measured: Measured, layers: tuple[int, ...]) -> None:
             text, row, head = (int(i) for i in bad[0])
             raise ModelError(
                 f"{name} of {Head(layers[row], head)} on text {text} is not a finite number",
-                fix="the model overflows on this text: try --dtype float32",
+                fix="the model overflows on this text (try --dtype float32), or the text is\n"
+                "nothing but padding (leave it out)",
             )
 
 

@@ -12,18 +12,22 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from headwise.artefacts import load_artefact, save_artefact
 from headwise.diagnosis.values import Diagnosis
+from headwise.frames import frame, interval_columns
 from headwise.heads import Head
 from headwise.intervals import Interval
 from headwise.models.model_info import ModelInfo
 from headwise.provenance import Decisions, TextInfo
 from headwise.sheets import Sheet, sheet, sheets_html
 from headwise.values import Finite, from_plain, plain_fields, to_plain
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 TriageClass = Literal["asleep", "parked", "working", "empty", "constant", "undecided"]
 TRIAGE_CLASSES: tuple[TriageClass, ...] = (
@@ -163,6 +167,21 @@ class Triage:
 
     def _repr_html_(self) -> str:
         return sheets_html(self.sheets())
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per judged head: class, documents, and every cost with its interval."""
+        costs = ("zero", "mean", "unsink", "release", "parking")
+        return frame(
+            [
+                {
+                    "head": name,
+                    "class": found.class_,
+                    "documents": found.documents,
+                    **interval_columns({cost: getattr(found, cost) for cost in costs}),
+                }
+                for name, found in self.heads.items()
+            ]
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The body of `triage.json`."""

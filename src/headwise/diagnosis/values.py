@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float
 from headwise.alarms import Alarm
 from headwise.artefacts import load_artefact, save_artefact
 from headwise.diagnosis.bimodality import ThresholdSweep, threshold_sweep
+from headwise.errors import SettingsError
 from headwise.heads import Head, HeadMap, heads_where
 from headwise.models.model_info import ModelInfo
 from headwise.provenance import Provenance
@@ -46,6 +47,14 @@ class Thresholds:
     dead: Finite = 0.95
     sink: Finite = 0.50
     low_entropy: Finite = 0.50
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.sink <= self.dead <= 1:
+            raise SettingsError(
+                f"thresholds must be 0 <= sink <= dead <= 1, not sink {self.sink} and dead "
+                f"{self.dead}",
+                fix="a dead head is a sink too: raise --dead or lower --sink",
+            )
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
-from headwise.artefacts import read_json, to_json, write_text
+from headwise.artefacts import is_there, read_json, to_json, write_text
 from headwise.errors import ModelError
 from headwise.models.architectures import architecture_of
 from headwise.models.first_token import decide_first_token
@@ -47,7 +47,7 @@ _ROOM = 0.8  # of free memory that weights may take; the rest is for the work
 _SOURCE, _WEIGHTS = "source.json", "model.safetensors"
 
 
-_LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError, struct.error)
+_DAMAGE = (SafetensorError, EOFError, struct.error)
 
 
 def load_model(
@@ -58,25 +58,27 @@ def load_model(
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
     bos: bool | None = None,
+    tokenizer: str | None = None,
     stream: bool | None = None,
 ) -> LoadedModel:
     """Load a model and its tokenizer; float32 on CPU, bfloat16 on an accelerator by default.
 
     `device_map` is what transformers takes, or a .json file with it. `bos` says whether texts start
-    with a BOS; without it that is decided here. `stream` leaves the weights in their files, from
-    which they are read layer by layer; by default that is done if they do not fit into memory.
+    with a BOS; without it that is decided here. `tokenizer` is where the tokenizer is, if not
+    beside the weights. `stream` leaves the weights in their files, from which they are read layer
+    by layer; by default that is done if they do not fit into memory.
     """
     path = patient_dir() if name in PATIENTS else Path(name)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    source: str = str(path) if path.exists() else name
+    source: str = str(path) if is_there(path) else name
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ModelError("no such GGUF file", where=path, fix="check the path")
         source = str(converted_gguf(path))
-    elif not path.exists() and (name.startswith((".", "/")) or name.count("/") > 1):
+    elif not is_there(path) and (name.startswith((".", "/")) or name.count("/") > 1):
         raise ModelError("no such model directory", where=name, fix="check the path")
     with quietly():
-        tokenizer = _load_tokenizer(source, options)
+        words = _load_tokenizer(tokenizer or source, options)
         if _streams(path, dtype, device_map, stream):
             model = empty_model(path, _stream_type(dtype), **options)
         else:
@@ -88,7 +90,7 @@ def load_model(
     if stored_weights(model) is None:  # else each layer is looked at when it is read
         require_finite(model)
     model.eval()
-    return LoadedModel(name, model, tokenizer, decide_first_token(model, tokenizer, bos))
+    return LoadedModel(name, model, words, decide_first_token(model, words, bos))
 
 
 def _streams(
@@ -186,7 +188,7 @@ def _asks_for_bos(path: Path) -> bool:
 def _load_tokenizer(source: str, options: dict[str, Any]) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(source, **options)
-    except (*_LOADING_ERRORS, TypeError, AttributeError) as error:
+    except Exception as error:  # noqa: BLE001 - other people's code on other people's files
         raise ModelError(
             f"no tokenizer could be loaded ({_first_line(error)})",
             where=source,
@@ -214,21 +216,29 @@ def _load_weights(
             output_loading_info=True,
             **options,
         )
-    except (SafetensorError, RuntimeError, EOFError, struct.error) as error:
+    except _DAMAGE as error:
         raise ModelError(
             f"the weight file is damaged or cut off ({_first_line(error)})",
             where=source,
             fix="download or copy the weights again",
         ) from None
-    except _LOADING_ERRORS as error:
+    except RuntimeError as error:
+        raise ModelError(
+            f"config and weights do not fit together ({_first_line(error)})",
+            where=source,
+            fix="use the config.json that belongs to these weights",
+        ) from None
+    except Exception as error:  # noqa: BLE001 - whatever a config can make transformers raise
         raise ModelError(
             f"the model could not be loaded ({_first_line(error)})",
             where=source,
-            fix="check the name; pickled weights need --allow-pickle, remote code its own flag",
+            fix="check the name and its config.json; pickled weights need --allow-pickle, remote\n"
+            "code its own flag, --device-map cuda a GPU",
         ) from None
     model: PreTrainedModel
     model, report = loaded
     _require_complete(report["missing_keys"], source)
+    _require_heads(model, source)
     return model
 
 
@@ -237,6 +247,17 @@ def _places(device_map: str | Mapping[str, str | int] | None) -> str | dict[str,
     if isinstance(device_map, str):
         return dict(read_json(Path(device_map))) if device_map.endswith(".json") else device_map
     return None if device_map is None else dict(device_map)
+
+
+def _require_heads(model: PreTrainedModel, source: str) -> None:
+    """transformers builds a model of no layers without a word."""
+    config = model.config.get_text_config()
+    for name in ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value < 1:
+            raise ModelError(
+                f"its config has {name} {value}", where=source, fix="correct its config.json"
+            )
 
 
 def _require_complete(missing: Iterable[str], source: str) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from headwise.values import OMITTED, Count, Finite
+from pydantic import NonNegativeInt
+
+from headwise.values import MOST_HEADS, OMITTED, Count, Finite, Width
 
 
 @dataclass(frozen=True)
@@ -17,12 +19,12 @@ class ModelInfo:
     num_layers: Count
     num_heads: Count
     num_kv_heads: Count
-    head_dim: int | None
-    hidden_size: int | None
+    head_dim: Count | None
+    hidden_size: Width | None
     qkv_bias: bool
     output_bias: bool
     positions: str
-    num_parameters: int | None
+    num_parameters: NonNegativeInt | None
     dtype: str | None = field(default=None, metadata=OMITTED)
     slopes: tuple[Finite, ...] | None = field(default=None, metadata=OMITTED)
     # weights of a head's q, k, v and o slices, biases included, where head_dim does not give them
@@ -33,6 +35,8 @@ class ModelInfo:
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} heads cannot share {self.num_kv_heads} keys")
+        if self.num_layers * self.num_heads > MOST_HEADS:
+            raise ValueError(f"{self.num_layers} layers of {self.num_heads} heads are too many")
         if self.layers is not None and len(self.layers) != self.num_layers:
             raise ValueError(f"layers: {len(self.layers)} numbers for {self.num_layers} layers")
 

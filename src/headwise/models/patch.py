@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from headwise.artefacts import parse_json
 from headwise.errors import ArtefactError
-from headwise.models.patch_info import PatchInfo
+from headwise.models.patch_info import PatchInfo, PatchPlaces
 from headwise.models.slices import Span, slices_fingerprint, write_slices
+from headwise.models.spans import require_apart, require_heads_only
 from headwise.models.tensor_files import read_safetensors, write_safetensors
 from headwise.values import from_plain, to_plain
 
@@ -65,6 +67,10 @@ class Patch:
         """A hash of what the slices were: the patch fits any model that has these bits there."""
         return slices_fingerprint({name: part.before for name, part in self.slices.items()})
 
+    def fingerprint(self) -> str:
+        """A hash of what the slices became: the identity of the patch."""
+        return slices_fingerprint({name: part.after for name, part in self.slices.items()})
+
     def apply(self, model: PreTrainedModel, *, force: bool = False) -> None:
         """Write the `after` values; refuses a base whose slices differ unless forced."""
         self._require(model, "before", "apply", any_bits=force)
@@ -78,7 +84,9 @@ class Patch:
     def describe(self, path: Path | None = None) -> PatchInfo:
         """What an evaluation records of this patch."""
         told = None if path is None else str(path)
-        return replace(self.info, path=told, num_weights=self.num_weights)
+        return replace(
+            self.info, path=told, num_weights=self.num_weights, sha256=self.fingerprint()
+        )
 
     @contextmanager
     def applied(self, model: PreTrainedModel, *, force: bool = False) -> Iterator[None]:
@@ -87,11 +95,12 @@ class Patch:
         try:
             yield
         finally:
-            self.undo(model, force=True)
+            write_slices(model, {part.span: part.before for part in self.slices.values()})
 
     def _require(self, model: PreTrainedModel, state: str, verb: str, *, any_bits: bool) -> None:
         """Check every slice before one is written; `any_bits` asks for the right shape only."""
         named = dict(model.named_parameters())
+        require_heads_only(model, {name: part.span for name, part in self.slices.items()}, verb)
         for name, part in self.slices.items():
             fits = _fits(part, named.get(part.span.parameter))
             expected = getattr(part, state)
@@ -105,6 +114,7 @@ class Patch:
 
     def save(self, path: Path) -> Path:
         """Write `patch.safetensors` atomically."""
+        require_sound(self.slices, path)
         tensors = {}
         for name, part in self.slices.items():
             tensors[f"{name}.after"] = part.after.contiguous()
@@ -125,20 +135,54 @@ class Patch:
 
     @staticmethod
     def load(path: Path) -> Patch:
-        """Read a patch file; a cut-off or foreign file is an `ArtefactError`."""
+        """Read a patch file; a damaged, cut-off or foreign file is an `ArtefactError`."""
         path = Path(path)
-        tensors, metadata = read_safetensors(path)
-        if metadata.get("schema") != PATCH_SCHEMA:
-            raise ArtefactError("not a headwise patch", where=path, fix=f"expected {PATCH_SCHEMA}")
+        tensors, metadata = read_safetensors(path, PATCH_SCHEMA)
+        told = {"spans": _json(metadata, "spans", path)}
+        spans = from_plain(PatchPlaces, told, path).spans
+        wanted = {f"{name}.{state}" for name in spans for state in ("before", "after")}
+        if wanted != set(tensors):
+            raise ArtefactError("its slices and their places do not go together", where=path)
         slices = {
             name: Slice(Span(*span), tensors[f"{name}.before"], tensors[f"{name}.after"])
-            for name, span in json.loads(metadata["spans"]).items()
+            for name, span in spans.items()
         }
-        info = from_plain(PatchInfo, json.loads(metadata["info"]), path)
+        require_sound(slices, path)
+        info = from_plain(PatchInfo, _json(metadata, "info", path), path)
         patch = Patch(slices, info, tuple(metadata.get("documents", "").split()))
         if patch.base_fingerprint() != metadata.get("base_slices_sha256"):
             raise ArtefactError("the patch is damaged: its base slices do not match", where=path)
         return patch
+
+
+def _json(metadata: Mapping[str, str], key: str, path: Path) -> object:
+    parsed: object = parse_json(metadata.get(key, ""), path)
+    return parsed
+
+
+def require_sound(slices: Mapping[str, Slice], where: object) -> None:
+    """Refuse slices that no repair makes: odd places, shapes or types, NaN, or an overlap."""
+    for name, part in slices.items():
+        fault = _fault(part)
+        if fault:
+            raise ArtefactError(f"the slice {name} {fault}", where=where, fix=_REMAKE)
+    require_apart({name: part.span for name, part in slices.items()}, where)
+
+
+_REMAKE = "use a patch that headwise wrote"
+
+
+def _fault(part: Slice) -> str:
+    span, before, after = part.span, part.before, part.after
+    if span.axis not in (0, 1) or not 0 <= span.start < span.stop:
+        return f"has no place: axis {span.axis}, {span.start} to {span.stop}"
+    if not (before.is_floating_point() and before.dtype == after.dtype):
+        return f"turns {before.dtype} into {after.dtype}"
+    if before.shape != after.shape or before.dim() not in (1, 2) or span.axis >= before.dim():
+        return f"turns a shape {tuple(before.shape)} into {tuple(after.shape)}"
+    if before.shape[span.axis] != span.stop - span.start:
+        return f"has {before.shape[span.axis]} rows for {span.stop - span.start} places"
+    return "" if bool(torch.isfinite(after).all()) else "holds NaN or infinity"
 
 
 @contextmanager

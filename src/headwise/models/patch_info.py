@@ -9,6 +9,13 @@ from headwise.values import OMITTED
 
 
 @dataclass(frozen=True)
+class PatchPlaces:
+    """Where each slice lies: parameter, axis, start and stop."""
+
+    spans: dict[str, tuple[str, int, int, int]]
+
+
+@dataclass(frozen=True)
 class PatchInfo:
     """Where a patch comes from; an evaluation adds which file it was and how much it changes."""
 
@@ -16,6 +23,7 @@ class PatchInfo:
     plan: Mapping[str, object] | None = field(default=None, metadata=OMITTED)  # as JSON
     path: str | None = field(default=None, metadata=OMITTED)
     num_weights: int | None = field(default=None, metadata=OMITTED)
+    sha256: str | None = field(default=None, metadata=OMITTED)  # of what its slices became
 
     @property
     def bos(self) -> bool | None:

@@ -23,11 +23,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headwise.artefacts import versions, write_text
-from headwise.errors import ArtefactError
+from headwise.artefacts import sweep, versions, write_text
+from headwise.errors import ArtefactError, SelectionError
 from headwise.forward.guard import guard
 from headwise.forward.tap import Sight, tapped
 from headwise.heads import Head, all_heads
+from headwise.integrity.checksums import file_checksum
+from headwise.integrity.locks import one_writer
 from headwise.models.architectures import (
     architecture_of,
     attention_of,
@@ -39,10 +41,17 @@ from headwise.models.architectures import (
 )
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.patch import Patch, applied
-from headwise.models.tensor_files import write_array
+from headwise.models.tensor_files import write_safetensors
 from headwise.plasticity.buckets import Buckets
 from headwise.plasticity.capture_info import FILE, CaptureInfo, CaptureSettings
-from headwise.plasticity.writer import assemble
+from headwise.plasticity.writer import (
+    DATA,
+    DONE,
+    assemble,
+    is_whole,
+    require_whole,
+    staged_file,
+)
 from headwise.progress import Progress, silent, told
 from headwise.ranks import by_the_first, each_writes, shared_out
 from headwise.texts.batches import batches, encode_for
@@ -90,7 +99,7 @@ def capture(
     for patch in read:
         loaded = loaded.inheriting(patch.info.bos, "the patch")
     how = replace(how, bos=loaded.bos, max_length=loaded.length(how.max_length))
-    with applied(loaded.model, read):
+    with one_writer(Path(out)), applied(loaded.model, read):
         return _capture_as_it_is(loaded, found, Path(out), heads, how, batch_size, resume, progress)
 
 
@@ -106,7 +115,10 @@ def _capture_as_it_is(
 ) -> Captured:
     model = loaded.model
     geometry = geometry_of(model)
-    chosen = sorted(heads or all_heads(geometry.num_layers, geometry.num_heads, geometry.layers))
+    every = all_heads(geometry.num_layers, geometry.num_heads, geometry.layers)
+    chosen = sorted(every if heads is None else heads)
+    if not chosen:
+        raise SelectionError("no head is chosen", fix="choose other --layers or --heads")
     encoded = encode_for(loaded, texts.texts, max_length=settings.max_length)
     folder = out if settings.layout == "new" else out / re.sub(r"\W", "_", loaded.id)
     info = _describe(loaded, texts, settings, chosen)
@@ -119,7 +131,7 @@ def _capture_as_it_is(
 
     def portion(start: int) -> None:
         path = staging / f"portion-{start:06d}"
-        if not (path / "done").exists():
+        if not is_whole(path):
             part = encoded[start : start + _PORTION_TEXTS]
             with each_writes():
                 _capture_portion(model, part, start, path, chosen, settings, batch_size)
@@ -137,8 +149,9 @@ def _assemble(
     groups = {layer: geometry_of(model, layer).group for layer in geometry_of(model).layers}
     buckets = Buckets.parse(info.settings.buckets)
     rows = assemble(staging, folder, heads, groups, _windows(model), buckets)
-    replace(info, rows=rows, finished=True).save(folder)
+    checksums = {name: file_checksum(folder / name / DATA) for name in rows}
     write_text(folder / "README.md", _readme(info))
+    replace(info, rows=rows, checksums=checksums, finished=True).save(folder)
     shutil.rmtree(staging)
     return rows
 
@@ -159,11 +172,17 @@ def _describe(
         texts=texts.describe(),
         settings=settings,
         heads=tuple(str(head) for head in heads),
-        capture_point="before RoPE" if settings.pre_rope else "as scored (after RoPE)",
+        capture_point=_capture_point(positions_of(model), settings.pre_rope),
         note=note,
         versions=versions(),
         head_sampling=None if every else "selection",
     )
+
+
+def _capture_point(positions: str, pre_rope: bool) -> str:
+    if positions != "rope":
+        return f"as scored ({positions} positions: nothing is rotated)"
+    return "before RoPE" if pre_rope else "as scored (after RoPE)"
 
 
 def _finished(folder: Path, info: CaptureInfo, resume: bool) -> Captured | None:
@@ -178,7 +197,11 @@ def _finished(folder: Path, info: CaptureInfo, resume: bool) -> Captured | None:
             where=folder,
             fix="add --resume to go on with the same settings, or choose another --out",
         )
-    return Captured(folder, before.rows, info.note) if before.finished else None
+    if not before.finished:
+        return None
+    require_whole(folder, before)
+    shutil.rmtree(folder / STAGING, ignore_errors=True)  # a kill may have come just before this
+    return Captured(folder, before.rows, info.note)
 
 
 def _prepare(folder: Path, info: CaptureInfo) -> Path:
@@ -186,6 +209,7 @@ def _prepare(folder: Path, info: CaptureInfo) -> Path:
     info.save(folder)
     staging = folder / STAGING
     staging.mkdir(parents=True, exist_ok=True)
+    sweep(folder)
     return staging
 
 
@@ -215,9 +239,10 @@ def _capture_portion(
         example = np.concatenate([np.full(len(p), e) for e, p, _ in parts])
         position = np.concatenate([p for _, p, _ in parts])
         stacked = np.concatenate([v for _, _, v in parts], axis=1)  # (head, row, dim)
-        for label, array in (("example", example), ("position", position), ("vectors", stacked)):
-            write_array(path / f"l{layer:02d}{kind}-{label}.npy", array)
-    write_text(path / "done", "")
+        arrays = {"example": example, "position": position, "vectors": stacked}
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        write_safetensors(staged_file(path, layer, kind), tensors)
+    write_text(path / DONE, "\n".join(sorted(file.name for file in path.glob("*.safetensors"))))
 
 
 def _kept(

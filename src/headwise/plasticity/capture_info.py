@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from headwise.artefacts import load_artefact, save_artefact
+from headwise.errors import SettingsError
 from headwise.models.model_info import ModelInfo
 from headwise.provenance import TextInfo
 from headwise.values import OMITTED, from_plain, to_plain
@@ -26,6 +28,15 @@ class CaptureSettings:
     seed: int = 0
     bos: bool | None = None  # None: as the model is read
 
+    def __post_init__(self) -> None:
+        if self.base_rate is not None and not 0 < self.base_rate < math.inf:
+            raise SettingsError(
+                f"a base rate of {self.base_rate} keeps nothing",
+                fix="rows to keep of each text and bucket, above 0; leave it out to keep all",
+            )
+        if self.max_length < 2:
+            raise SettingsError("max_length must be 2 or more", fix="leave it out for 512")
+
 
 @dataclass(frozen=True)
 class CaptureInfo:
@@ -40,12 +51,14 @@ class CaptureInfo:
     versions: dict[str, str]
     head_sampling: Literal["selection"] | None = field(default=None, metadata=OMITTED)
     rows: dict[str, int] = field(default_factory=dict)  # `l00h00q` -> rows
+    checksums: dict[str, str] = field(default_factory=dict)  # `l00h00q` -> of its Parquet file
     finished: bool = False
 
     def same_work(self, other: CaptureInfo) -> bool:
         """Whether both would write the same vectors; progress and versions do not count."""
         mine, yours = (
-            replace(info, versions={}, rows={}, finished=False) for info in (self, other)
+            replace(info, versions={}, rows={}, checksums={}, finished=False)
+            for info in (self, other)
         )
         return mine == yours
 

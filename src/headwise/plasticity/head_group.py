@@ -108,7 +108,7 @@ def analyse_group(
 def _read_keys(
     folder: QKFolder, group: HeadGroup, settings: PlasticitySettings
 ) -> tuple[SortedKeys, Float[np.ndarray, " dim"]]:
-    path = folder.file(group.layer, group.k_head, "k")
+    path = folder.verified_file(group.layer, group.k_head, "k")
     table = read_vectors(path, max_rows=settings.max_tokens_per_head, seed=settings.seed)
     whole = table
     if settings.draws_as_public_code and len(table.bucket) == settings.max_tokens_per_head:
@@ -125,7 +125,7 @@ def _prepare(
     signs: Float[np.ndarray, " dim"],
     settings: PlasticitySettings,
 ) -> _Prepared:
-    path = folder.file(group.layer, q_head, "q")
+    path = folder.verified_file(group.layer, q_head, "q")
     table = read_vectors(path, max_rows=settings.max_tokens_per_head, seed=settings.seed)
     if table.vectors.shape[1] != keys.vectors.shape[1]:
         raise ArtefactError(
@@ -217,7 +217,7 @@ def _score_together(
     tallies: list[Tally], group: HeadGroup, keys: SortedKeys, settings: PlasticitySettings
 ) -> None:
     """Every batch of key pairs is made once and scored by all heads of the group."""
-    limit = settings.max_pairs if settings.pairs == "all" else settings.pairs
+    limit = settings.pair_limit
     for index, bucket in enumerate(keys.buckets.tolist()):
         if not any(len(tally.scoring.columns(index)) for tally in tallies):
             continue

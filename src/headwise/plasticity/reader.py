@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from jaxtyping import Bool, Float, Float32, Int, Int64
 
+from headwise.artefacts import is_there
 from headwise.errors import ArtefactError, SettingsError
 from headwise.heads import Head
+from headwise.integrity.checksums import file_checksum, require_same
 from headwise.plasticity.capture_info import FILE as CAPTURE, CaptureInfo
 
 FILE = "data.parquet"
@@ -68,6 +70,7 @@ class CaptureTold:
     num_k_heads: int | None = None
     heads: tuple[Head, ...] = ()  # named one by one, if any
     sampled: bool = False  # a choice of heads, so that gaps are no losses
+    checksums: Mapping[str, str] = field(default_factory=dict, repr=False)  # by head folder
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,14 @@ class QKFolder:
         """Where the vectors of one head are."""
         return self.path / f"l{layer:02d}h{head:02d}{kind}" / FILE
 
+    def verified_file(self, layer: int, head: int, kind: str) -> Path:
+        """The same, if it is the file that the capture wrote (another program's is not told)."""
+        path = self.file(layer, head, kind)
+        told = self.told.checksums.get(path.parent.name)
+        if told is not None and path.exists():
+            require_same(file_checksum(path), told, path, "capture this head again")
+        return path
+
     @property
     def model(self) -> str:
         """The model's name as the capture tells it, else the folder's."""
@@ -92,7 +103,7 @@ class QKFolder:
 def find_heads(root: Path, model_dir: str | None = None) -> QKFolder:
     """Find the head folders under `root` in either layout; `model_dir` names the model's folder."""
     root = Path(root)
-    if not root.is_dir():
+    if not is_there(root) or not root.is_dir():
         raise ArtefactError("no such folder of captured vectors", where=root, fix="check the path")
     candidates = [root / model_dir] if model_dir is not None else [root, *sorted(root.iterdir())]
     found = [folder for path in candidates if (folder := _scan(path)) is not None]
@@ -141,6 +152,7 @@ def _told(path: Path) -> CaptureTold:
         num_k_heads=capture.model.num_kv_heads,
         heads=tuple(Head.parse(name) for name in capture.heads),
         sampled=capture.head_sampling is not None,
+        checksums=capture.checksums,
     )
 
 
@@ -276,7 +288,7 @@ def orientation_of(table: VectorTable) -> Float[np.ndarray, " dim"]:
 
 def _open(path: Path) -> Any:
     try:
-        return pq.ParquetFile(path)
+        return pq.ParquetFile(path, page_checksum_verification=True)
     except FileNotFoundError:
         raise ArtefactError(
             f"no vectors for {path.parent.name}",

@@ -11,17 +11,22 @@ backend, and however often the run was stopped and resumed.
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import joblib
 
-from headwise.artefacts import content_hash
-from headwise.errors import ArtefactError, HeadwiseError, SettingsError, TextError
+from headwise.artefacts import content_hash, sweep
+from headwise.errors import ArtefactError, HeadwiseError, SelectionError, SettingsError, TextError
+from headwise.frames import frame
 from headwise.heads import Head, select_heads
+from headwise.integrity.locks import one_writer
 from headwise.plasticity.head_group import HeadResult, analyse_group
 from headwise.plasticity.reader import HeadGroup, QKFolder, find_heads, group_heads
 from headwise.plasticity.settings import PlasticitySettings, load_settings
@@ -39,6 +44,10 @@ from headwise.plasticity.tables import (
 )
 from headwise.plasticity.values import FILE, DistanceMap, HeadFailure, HeadRecord, KeptHead
 from headwise.progress import Progress, silent
+from headwise.values import to_plain
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = [
     "HeadFailure",
@@ -49,6 +58,7 @@ __all__ = [
 ]
 
 
+_PARENT_SECONDS = 0.5  # between a worker's looks at its parent
 HEADS_FOLDER = ".heads"  # one small file for each finished head, for --resume
 
 
@@ -65,6 +75,22 @@ class Plasticity:
     failures: tuple[HeadFailure, ...]
     files: tuple[Path, ...]
 
+    def to_frame(self) -> pd.DataFrame:
+        """One row per head, the columns of `head_metrics.csv` (needs pandas)."""
+        return frame([to_plain(row) for row in self.heads])
+
+    @property
+    def caps(self) -> str:
+        """What was sampled where there was more, and how often that was so."""
+        settings = self.settings
+        rows, pairs = settings.max_tokens_per_head, settings.pair_limit
+        full = sum(max(row.n_q_tokens, row.n_k_tokens) >= rows for row in self.heads)
+        cells = sum(row.n_pairs >= pairs for row in self.buckets)
+        return (
+            f"at most {rows:,} vectors per head (--max-rows; {full} heads reached it) and "
+            f"{pairs:,} pairs per key bucket (--max-pairs; {cells} cells reached it)"
+        )
+
 
 def measure_plasticity(
     source: Path | str | PlasticitySettings,
@@ -80,8 +106,16 @@ def measure_plasticity(
     `failures` and the others are finished; with `resume` finished heads of an earlier run with the
     same settings and files are taken from `out`. `progress` counts heads.
     """
-    out = Path(out)
     settings = _settings_of(source).replaced(**options)
+    with one_writer(Path(out)):
+        return _measure_all(Path(out), settings, resume, progress)
+
+
+def _measure_all(
+    out: Path, settings: PlasticitySettings, resume: bool, progress: Progress
+) -> Plasticity:
+    if resume:
+        sweep(out)
     folder = find_heads(_local_root(settings), settings.model_dir)
     groups = _wanted_groups(folder, settings)
     total = sum(len(group.q_heads) for group in groups)
@@ -158,6 +192,8 @@ def _wanted_groups(folder: QKFolder, settings: PlasticitySettings) -> list[HeadG
         num_layers=1 + max(head.layer for head in listed),
         num_heads=1 + max(head.index for head in listed),
     )
+    if not chosen:
+        raise SelectionError(f"no head matches {settings.heads[:80]!r}", fix="choose other heads")
     return _only(groups, {(head.layer, head.index) for head in chosen})
 
 
@@ -225,7 +261,22 @@ def _dask(scheduler: str | None) -> Any:
 def _measure_group(
     folder: QKFolder, group: HeadGroup, settings: PlasticitySettings
 ) -> tuple[HeadGroup, list[HeadResult | HeadFailure]]:
+    if settings.backend == "joblib":
+        _end_with_parent()
     return group, analyse_group(folder, group, settings)
+
+
+@cache  # once a process
+def _end_with_parent() -> None:
+    """Let a worker end when the process that started it has been killed."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _head_file(out: Path, layer: int, q_head: int) -> Path:

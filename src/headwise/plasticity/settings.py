@@ -6,14 +6,17 @@ Invariant: a settings value is complete and valid; an unknown key never passes s
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
-from headwise.artefacts import content_hash, to_json
+from headwise.artefacts import content_hash, is_there, to_json
 from headwise.settings import changed, read_yaml, validated
 
 SEED_DATASET = "viktoroo/sniffed-qk"
+
+
+FileName = Annotated[str, Field(pattern=r"^[\w-][\w.-]*$", max_length=200)]  # not a path
 
 
 Definition = Literal["seed", "full", "empirical", "linear-diagonal"]
@@ -39,7 +42,9 @@ _NOT_IN_HASH = {
 class PlasticitySettings(BaseModel):
     """Settings of one run. Counts left out are discovered from the folder."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
     dataset_local_root: Path | None = Field(default=None, description="folder of captured vectors")
     dataset_name: str = Field(
@@ -53,7 +58,9 @@ class PlasticitySettings(BaseModel):
     num_q_heads: PositiveInt | None = None
     num_k_heads: PositiveInt | None = None
     heads: str | None = Field(default=None, description="a selection such as L0-3H2; default all")
-    max_tokens_per_head: PositiveInt = 50_000
+    max_tokens_per_head: PositiveInt = Field(
+        default=50_000, description="sample a file that has more rows"
+    )
     normality_max_dims: PositiveInt = 64
     p_alpha: float = Field(default=0.01, gt=0, lt=1)
     seed: NonNegativeInt = 0
@@ -65,14 +72,19 @@ class PlasticitySettings(BaseModel):
     legacy_columns: bool = Field(
         default=False, description="the public code's columns and its windows"
     )
-    output_csv: str = "head_metrics.csv"
-    bucket_csv: str = "head_bucket_plasticity.csv"
-    component_csv: str = "head_component_weights.csv"
+    output_csv: FileName = "head_metrics.csv"
+    bucket_csv: FileName = "head_bucket_plasticity.csv"
+    component_csv: FileName = "head_component_weights.csv"
     max_workers: PositiveInt | None = Field(
         default=None, description="processes; default one per core"
     )
     backend: Literal["joblib", "dask"] = "joblib"
     scheduler: str | None = Field(default=None, description="address of a Dask scheduler")
+
+    @property
+    def pair_limit(self) -> int:
+        """Pairs of a key bucket that are scored at most; `all` ends at `max_pairs`."""
+        return self.max_pairs if self.pairs == "all" else self.pairs
 
     @property
     def draws_as_public_code(self) -> bool:
@@ -99,6 +111,6 @@ def load_settings(path: Path) -> PlasticitySettings:
     path = Path(path)
     settings = validated(PlasticitySettings, read_yaml(path), path)
     root = settings.dataset_local_root
-    if root is not None and not root.is_dir() and (path.parent / root).is_dir():
+    if root is not None and not is_there(root) and is_there(path.parent / root):
         return settings.replaced(dataset_local_root=path.parent / root)
     return settings

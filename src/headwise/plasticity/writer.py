@@ -13,10 +13,45 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from safetensors import safe_open
 
-from headwise.artefacts import write_atomically
+from headwise.artefacts import read_text, write_atomically
+from headwise.errors import ArtefactError
 from headwise.heads import Head
+from headwise.integrity.checksums import file_checksum, require_same
+from headwise.models.tensor_files import verified_metadata
 from headwise.plasticity.buckets import Buckets
+from headwise.plasticity.capture_info import CaptureInfo
+
+DATA, DONE = "data.parquet", "done"  # of a head; the list of a finished portion's files
+
+
+def staged_file(portion: Path, layer: int, kind: str) -> Path:
+    """Where a portion keeps the vectors of one layer and kind."""
+    return portion / f"l{layer:02d}{kind}.safetensors"
+
+
+def is_whole(portion: Path) -> bool:
+    """Whether a portion was finished and all its files are what was written."""
+    if not (portion / DONE).exists():
+        return False
+    try:
+        for name in read_text(portion / DONE).split():
+            verified_metadata(portion / name)
+    except ArtefactError:  # damaged: capturing it again mends it
+        return False
+    return True
+
+
+def require_whole(folder: Path, info: CaptureInfo) -> None:
+    """Refuse a finished capture that has lost a file, or holds a damaged one."""
+    for name, told in info.checksums.items():
+        require_same(
+            file_checksum(folder / name / DATA),
+            told,
+            folder / name / DATA,
+            "put an undamaged copy back, or delete the folder and capture again",
+        )
 
 
 def assemble(
@@ -46,14 +81,13 @@ def _write_head(
     buckets: Buckets,
     window: int | None,
 ) -> int:
-    layer, _, kind = which
-    first = np.load(portions[0] / f"l{layer:02d}{kind}-vectors.npy", mmap_mode="r")
+    dim = _staged(portions[0], which)[2].shape[1]
     schema = pa.schema(
         [
             ("bucket", pa.int32()),
             ("example_id", pa.int32()),
             ("position", pa.int32()),
-            ("vector", pa.list_(pa.float32(), first.shape[2])),
+            ("vector", pa.list_(pa.float32(), dim)),
             ("sliding_window", pa.null() if window is None else pa.int64()),
         ]
     )
@@ -61,7 +95,7 @@ def _write_head(
 
     def write(file: Any) -> None:
         nonlocal total
-        with pq.ParquetWriter(file, schema, compression="zstd") as writer:
+        with pq.ParquetWriter(file, schema, compression="zstd", write_page_checksum=True) as writer:
             for folder in portions:
                 table = _table(folder, which, buckets, window, schema)
                 total += len(table)
@@ -71,6 +105,16 @@ def _write_head(
     return total
 
 
+def _staged(
+    portion: Path, which: tuple[int, int, str]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The texts, positions and vectors of one head; of the vectors only its own are read."""
+    layer, head, kind = which
+    with safe_open(str(staged_file(portion, layer, kind)), framework="numpy") as file:
+        vectors = file.get_slice("vectors")[head]
+        return file.get_tensor("example"), file.get_tensor("position"), vectors
+
+
 def _table(
     folder: Path,
     which: tuple[int, int, str],
@@ -78,16 +122,13 @@ def _table(
     window: int | None,
     schema: pa.Schema,
 ) -> pa.Table:
-    layer, head, kind = which
-    stem = f"l{layer:02d}{kind}"
-    position = np.load(folder / f"{stem}-position.npy")
-    vectors = np.load(folder / f"{stem}-vectors.npy", mmap_mode="r")[head]
+    example, position, vectors = _staged(folder, which)
     flat = pa.array(np.ascontiguousarray(vectors, dtype=np.float32).reshape(-1))
     count = len(position)
     return pa.table(
         [
             pa.array(buckets.of(position).astype(np.int32)),
-            pa.array(np.load(folder / f"{stem}-example.npy").astype(np.int32)),
+            pa.array(example.astype(np.int32)),
             pa.array(position.astype(np.int32)),
             pa.FixedSizeListArray.from_arrays(flat, vectors.shape[1]),
             pa.nulls(count) if window is None else pa.array(np.full(count, window, np.int64)),

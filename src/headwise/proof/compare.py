@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from headwise.alarms import Alarm, cure_alarms, joined
-from headwise.artefacts import read_json, versions
+from headwise.artefacts import content_hash, read_json, versions
 from headwise.diagnosis.triage_values import Triage
 from headwise.diagnosis.values import Diagnosis
 from headwise.errors import ArtefactError
@@ -123,9 +123,17 @@ def compare(
             ComparisonSettings(seed),
             before.diagnosis.provenance,
             after.diagnosis.provenance,
+            compared_identity(before.evaluation, after.evaluation),
         ),
         alarms=_alarms(before.evaluation, after.evaluation),
     )
+
+
+def compared_identity(before: Evaluation | None, after: Evaluation | None) -> str:
+    """What a comparison is valid for, as it carries it; "" if it is of diagnoses alone."""
+    if before is None or after is None:
+        return ""
+    return content_hash([before.identity, after.identity])
 
 
 def _alarms(before: Evaluation | None, after: Evaluation | None) -> tuple[Alarm, ...]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from headwise.alarms import Alarm
 from headwise.artefacts import load_artefact, save_artefact
@@ -59,6 +63,7 @@ class ComparisonProvenance:
     settings: ComparisonSettings
     before: Provenance
     after: Provenance
+    identity: str = ""  # of the two evaluations that were compared
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,17 @@ class Comparison:
 
     def to_frame(self) -> pd.DataFrame:
         """One row per head: the change of every measure (needs pandas)."""
-        return head_frame(self.delta, {})
+        return head_frame(self.delta, {}, self.model.layer_numbers)
+
+    def to_csv(self) -> str:
+        """The same as text, in full precision; needs no pandas."""
+        buffer, names = io.StringIO(), sorted(self.delta)
+        writer = csv.writer(buffer, lineterminator="\n")
+        writer.writerow(["layer", "head", *(f"delta_{name}" for name in names)])
+        for row, head in np.ndindex(*self.model.shape):
+            changes = [float(self.delta[name][row, head]) for name in names]
+            writer.writerow([self.model.layer_numbers[row], head, *changes])
+        return buffer.getvalue()
 
     def _repr_html_(self) -> str:
         from headwise.proof.view import comparison_sheets

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from headwise.alarms import Alarm
 from headwise.artefacts import load_artefact, save_artefact, versions
 from headwise.bundled import DATA
-from headwise.errors import TextError
+from headwise.errors import ArtefactError, TextError
 from headwise.frames import frame
 from headwise.models.model_info import ModelInfo
 from headwise.sheets import sheets_html
@@ -34,6 +34,14 @@ class Prompt:
     """One prompt and what kind of text it asks for."""
 
     text: str
+    category: str = "given"
+
+
+@dataclass(frozen=True)
+class _PromptRow:
+    """A line of a file of prompts."""
+
+    prompt: str
     category: str = "given"
 
 
@@ -55,7 +63,7 @@ def bundled_prompts() -> list[Prompt]:
 def read_prompts(path: Path) -> list[Prompt]:
     """Prompts from a .jsonl file (`prompt`, optional `category`) or one a line from a text file."""
     try:
-        lines = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
+        lines = [line for line in path.read_text("utf-8").split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise TextError(f"prompts cannot be read ({error})", where=path) from None
     if not lines:
@@ -63,11 +71,13 @@ def read_prompts(path: Path) -> list[Prompt]:
     if path.suffix != ".jsonl":
         return [Prompt(line) for line in lines]
     try:
-        rows = [json.loads(line) for line in lines]
-        return [Prompt(str(row["prompt"]), str(row.get("category", "given"))) for row in rows]
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        rows = [from_plain(_PromptRow, json.loads(line), path) for line in lines]
+        return [Prompt(row.prompt, row.category) for row in rows]
+    except (ValueError, RecursionError, ArtefactError) as error:
         raise TextError(
-            f"not one JSON object with a `prompt` a line ({error})", where=path
+            f"not one JSON object with a `prompt` a line ({str(error)[:200]})",
+            where=path,
+            fix='one object a line: {"prompt": "..."}',
         ) from None
 
 

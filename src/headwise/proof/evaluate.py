@@ -21,7 +21,7 @@ from headwise.diagnosis.diagnose import diagnose
 from headwise.diagnosis.dormancy import activation_dormancy, weight_dormancy
 from headwise.diagnosis.mean_outputs import measure_means
 from headwise.diagnosis.values import Diagnosis
-from headwise.errors import TextError
+from headwise.errors import SelectionError, TextError
 from headwise.forward.guard import guard
 from headwise.heads import JOINT, Head, all_heads, select_heads
 from headwise.models.architectures import attention_layers, geometry_of
@@ -42,8 +42,8 @@ from headwise.proof.evaluation import (
     recovery_of,
 )
 from headwise.proof.perplexity import TextLosses, text_losses
+from headwise.proof.staged import discoveries, student_p
 from headwise.proof.usefulness import judge_heads
-from headwise.staged import discoveries, student_p
 from headwise.surgery.plan import operated_heads
 from headwise.texts.batches import DEFAULT_MAX_LENGTH, batches, encode_for
 from headwise.texts.text_sets import TextSet, default_texts, document_hash, read_texts
@@ -190,6 +190,8 @@ def _wanted(
         num_heads=geometry.num_heads,
         layers=geometry.layers,
     )
+    if not found:
+        raise SelectionError(f"no head matches {heads[:80]!r}", fix="choose others, or `none`")
     return _Wanted(found, sets)
 
 

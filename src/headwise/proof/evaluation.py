@@ -12,7 +12,7 @@ from jaxtyping import Float
 from pydantic import Field
 
 from headwise.alarms import Alarm
-from headwise.artefacts import load_artefact, save_artefact
+from headwise.artefacts import content_hash, load_artefact, save_artefact, to_json
 from headwise.diagnosis.values import SICK, Diagnosis, Dormancy, HeadClass
 from headwise.frames import frame
 from headwise.heads import JOINT, Head
@@ -21,7 +21,7 @@ from headwise.models.model_info import ModelInfo
 from headwise.models.patch_info import PatchInfo
 from headwise.provenance import Decisions, TextInfo
 from headwise.sheets import sheets_html
-from headwise.values import OMITTED, Empty, Finite, HeadArray, from_plain, plain_fields
+from headwise.values import OMITTED, Empty, Finite, HeadArray, from_plain, plain_fields, to_plain
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -157,6 +157,15 @@ class Evaluation:
     provenance: EvaluationProvenance = field(repr=False)
     tasks: Mapping[str, Mapping[str, Finite]] | None = field(default=None, metadata=OMITTED)
     alarms: tuple[Alarm, ...] = ()
+
+    @property
+    def identity(self) -> str:
+        """A hash of what was evaluated and how: model, patches, texts and settings."""
+        patches = [patch.sha256 or "" for patch in self.patches]
+        texts = [f"{name} {losses.texts.sha256}" for name, losses in sorted(self.text_sets.items())]
+        return content_hash(
+            [self.model.fingerprint, *patches, *texts, to_json(to_plain(self.provenance.settings))]
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The body of `evaluation.json`."""

@@ -21,8 +21,7 @@ from headwise.intervals import Interval
 from headwise.progress import Progress, silent
 from headwise.proof.evaluation import HeadCost
 from headwise.proof.head_costs import Interventions, head_costs
-from headwise.provenance import Decisions
-from headwise.staged import (
+from headwise.proof.staged import (
     ERROR,
     METHOD,
     Staged,
@@ -32,6 +31,7 @@ from headwise.staged import (
     looks_at,
     student_interval,
 )
+from headwise.provenance import Decisions
 
 NEGLIGIBLE = 0.001  # nats per token; a head that costs less for sure is not useful
 

@@ -61,6 +61,10 @@ MEASURES = (
     ),
     ShownMeasure("entropy", "entropy", "Mean entropy of the attention.", unit="nats"),
     ShownMeasure("output_norm", "output norm", "Mean norm of what the head adds."),
+    ShownMeasure("max_logit", "largest logit", "The largest attention logit: it can run away."),
+    ShownMeasure(
+        "sink_rate", "sink rate", "Share of texts on which the head's mass exceeds 0.3.", (0, 1)
+    ),
     ShownMeasure(
         "constant_share",
         "constant share",
@@ -142,7 +146,23 @@ def _condition(condition: Condition, diagnosis: Diagnosis) -> dict[str, Any]:
         "before": None if condition.before is None else short(condition.before),
         "steps": [step for step, _ in steps],
         "stepMaps": [short(mass) for _, mass in steps],
+        **_film(condition),
     }
+
+
+def _film(condition: Condition) -> dict[str, Any]:
+    """Every measure of a film step by step, and its alarms as marks."""
+    film = condition.film
+    if film is None:
+        return {}
+    readings = _thinned(
+        [(place, reading.maps[MASS]) for place, reading in enumerate(film.readings)]
+    )
+    chosen = [film.readings[place] for place, _ in readings]
+    named = {row.key for row in MEASURES} & set(chosen[0].maps)
+    maps = {name: [short(reading.maps[name]) for reading in chosen] for name in sorted(named)}
+    marks = [[alarm.step, alarm.head, alarm.kind] for alarm in film.alarms]
+    return {"film": maps, "marks": marks}
 
 
 def _thinned(steps: Sequence[tuple[int, Map]]) -> list[tuple[int, Map]]:

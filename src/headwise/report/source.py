@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from headwise.alarms import Alarm, joined
-from headwise.artefacts import load_artefact
 from headwise.diagnosis.values import Diagnosis, classify
 from headwise.errors import ArtefactError
+from headwise.integrity.checksums import require_run
 from headwise.intervals import Interval
 from headwise.models.model_info import ModelInfo, model_name
 from headwise.plasticity.values import PlasticitySummary, find_plasticity
@@ -26,12 +26,12 @@ from headwise.proof.completed_texts import Completions
 from headwise.proof.evaluation import DocumentLosses, Evaluation
 from headwise.proof.trajectories import run_maps
 from headwise.proof.zones import Map, Mask, Zones, zones_of
-from headwise.settings import validated
-from headwise.studies.study import Study
+from headwise.studies.study import started_study
 from headwise.studies.summary import StudySummary
 from headwise.surgery.plan import join_plans, plans_of
-from headwise.surgery.run_settings import RUN, RunSettings
-from headwise.surgery.run_state import TraceRow, TrainStep, Validation, read_trace
+from headwise.surgery.run_settings import RunSettings
+from headwise.surgery.run_state import RUN, TraceRow, TrainStep, Validation, read_trace
+from headwise.watch.film import FILM, Film
 
 MASS = "first_token_mass"
 Artefact = TypeVar("Artefact")
@@ -53,6 +53,7 @@ class Condition:
     steps: tuple[tuple[int, Map], ...] = field(default=(), repr=False)  # first-token mass by step
     plasticity: PlasticitySummary | None = field(default=None, repr=False)
     before: Map | None = field(default=None, repr=False)  # as `steps`, before the operation
+    film: Film | None = field(default=None, repr=False)  # of a training run that was watched
 
     @property
     def key(self) -> str:
@@ -129,7 +130,7 @@ class Source:
     """All that one folder holds."""
 
     folder: Path
-    kind: str  # study, run or measurement
+    kind: str  # study, run, film or measurement
     name: str
     stock: Condition | None
     runs: tuple[Condition, ...] = ()
@@ -210,19 +211,33 @@ def read_source(folder: Path, before: Path | None = None, after: Path | None = N
         return _read_study(folder)
     if (folder / RUN).exists():
         return _read_run(folder, before, after)
+    if (folder / FILM).exists():
+        return _read_film(folder)
     if any((folder / name).exists() for name in ("diagnosis.json", "evaluation.json")):
         stock = _read_condition(folder, arm="model")
         return Source(folder, "measurement", folder.name, stock, completions=_completions(folder))
     raise ArtefactError(
-        "nothing to report: no study.json, run.json, diagnosis.json or evaluation.json",
+        "nothing to report: no study.json, run.json, watch.jsonl, diagnosis.json or "
+        "evaluation.json",
         where=folder,
-        fix="pass the folder that `headwise study`, `repair`, `diagnose` or `evaluate` wrote",
+        fix="pass the folder that `headwise study`, `repair`, `watch`, `diagnose` or `evaluate` "
+        "wrote",
     )
+
+
+def _read_film(folder: Path) -> Source:
+    """A watched training run: its last reading is the condition, the film its steps."""
+    film = Film.load(folder)
+    if not film.readings:
+        raise ArtefactError("the film has no reading yet", where=folder, fix="let it train on")
+    steps = tuple((reading.step, reading.maps[MASS]) for reading in film.readings)
+    stock = Condition("training", diagnosis=film.diagnosis(), steps=steps, film=film)
+    return Source(folder, "film", folder.name, stock)
 
 
 def _read_study(folder: Path) -> Source:
     path = folder / "study.json"
-    study = validated(Study, load_artefact(path, "study")["study"], path)
+    study = started_study(path)
     runs: list[Condition] = []
     missing: list[str] = []
     for arm, seed in study.runs():
@@ -311,6 +326,9 @@ def _read_condition(
     folder: Path, *, arm: str, seed: int | None = None, number: int = 1, last: bool = True
 ) -> Condition:
     evaluation = _optional(folder / "evaluation.json", Evaluation.load)
+    run = RunSettings.load(folder) if (folder / RUN).exists() else None
+    if run is not None and evaluation is not None:
+        _require_of_run(evaluation, run, folder / "evaluation.json")
     diagnosis = _optional(folder / "diagnosis.json", Diagnosis.load)
     maps = run_maps(folder, folder.parent if number > 1 else folder)
     return Condition(
@@ -321,12 +339,19 @@ def _read_condition(
         diagnosis=diagnosis or (None if evaluation is None else evaluation.diagnosis),
         evaluation=evaluation,
         comparison=_optional(folder / "comparison.json", Comparison.load),
-        run=RunSettings.load(folder) if (folder / RUN).exists() else None,
+        run=run,
         trace=tuple(read_trace(folder)),
         steps=tuple((step, mass) for step, mass in maps if step >= 0),
         plasticity=find_plasticity(folder, *([folder.parent] if folder.name == "stock" else [])),
         before=next((mass for step, mass in maps if step < 0), None),
     )
+
+
+def _require_of_run(found: Evaluation, run: RunSettings, path: Path) -> None:
+    """Refuse an evaluation of another run's patch beside a run; older files do not say."""
+    told = found.patches[-1].sha256 if found.patches else None
+    if told is not None:
+        require_run(told, run.patch, path)
 
 
 def _completions(folder: Path) -> Completions | None:

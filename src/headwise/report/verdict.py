@@ -19,6 +19,7 @@ from headwise.report.paper.drift import zone_drift
 from headwise.report.paper.losses import against_stock, held_out
 from headwise.report.recovered import recovered
 from headwise.report.source import Condition, Source
+from headwise.watch.film import Film
 
 Tone = Literal["good", "bad", "plain", "caution"]
 
@@ -75,6 +76,9 @@ def judge(source: Source) -> Verdict:
 def _judge(source: Source) -> Verdict:
     main = main_run(source)
     found = [_sickness(source)]
+    film = None if source.stock is None else source.stock.film
+    if film is not None:
+        return _filmed(film, found)
     if main is None:
         return Verdict(_sick_headline(source), "plain", tuple(f for f in found if f))
     found += [
@@ -91,6 +95,20 @@ def _judge(source: Source) -> Verdict:
     ]
     headline, tone = _headline(source, main)
     return Verdict(headline, tone, tuple(f for f in found if f is not None), _basis(source, main))
+
+
+def _filmed(film: Film, found: list[Finding | None]) -> Verdict:
+    """What a training run did to the heads; its alarms are about the model, not the numbers."""
+    first, last = film.readings[0], film.readings[-1]
+    told = f"{len(film.alarms)} alarms" if film.alarms else "no alarm"
+    counts = f"{len(first.sick)} sick heads at step {first.step}, {len(last.sick)} at {last.step}"
+    sick = [f"{head} at step {step}" for head, step in film.first_sick.items() if step > first.step]
+    if sick:
+        found = [*found, Finding("Heads that became sick", ", ".join(sick), "bad")]
+    alarms = tuple(one.alarm for one in film.alarms)
+    tone: Tone = "bad" if film.alarms else "plain"
+    basis = f"{len(film.readings)} readings on the probe texts"
+    return Verdict(f"{counts}; {told}.", tone, tuple(f for f in found if f), basis, alarms)
 
 
 def _basis(source: Source, main: Condition) -> str:

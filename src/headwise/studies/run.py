@@ -15,16 +15,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headwise.artefacts import load_artefact, save_artefact, sweep, versions
+from headwise.artefacts import content_hash, save_artefact, sweep, versions
 from headwise.diagnosis.diagnose import diagnose
 from headwise.diagnosis.values import Diagnosis
 from headwise.errors import ArtefactError, SelectionError
 from headwise.heads import Head
+from headwise.integrity.checksums import require_run
+from headwise.integrity.locks import one_writer
+from headwise.models.description import weight_fingerprint
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.loading import load_model
 from headwise.models.patch import Patch, applied
 from headwise.progress import Progress, silent, stage
-from headwise.proof.compare import compare
+from headwise.proof.compare import compare, compared_identity
+from headwise.proof.comparison import Comparison
 from headwise.proof.completed_texts import bundled_prompts
 from headwise.proof.completions import complete
 from headwise.proof.evaluate import evaluate
@@ -32,11 +36,12 @@ from headwise.proof.evaluation import Evaluation
 from headwise.proof.trajectories import run_maps
 from headwise.proof.zones import Map
 from headwise.settings import changed
-from headwise.studies.study import PlanChoice, Study, StudyArm
+from headwise.studies.study import PlanChoice, Study, StudyArm, started_study
 from headwise.studies.summary import summarise_study
 from headwise.surgery.plan import SurgeryPlan, make_plan, operated_heads
 from headwise.surgery.recipe import Recipe, fit_positions
-from headwise.surgery.run_settings import PATCH, RUN
+from headwise.surgery.run_settings import PATCH
+from headwise.surgery.run_state import RUN
 from headwise.texts.corpus import Corpus, build_corpus
 from headwise.texts.text_sets import TextSet
 from headwise.therapy.repair import recipe_for, repair
@@ -51,6 +56,7 @@ class StudySetting:
     loaded: LoadedModel = field(repr=False)
     heldout: list[TextSet] = field(repr=False)
     progress: Progress = field(repr=False)
+    fingerprint: str = ""  # of the model's weights
     corpora: dict[tuple[str, int], Corpus] = field(default_factory=dict, repr=False)
 
     def corpus(self, name: str, recipe: Recipe) -> Corpus:
@@ -81,12 +87,17 @@ class StudySetting:
 
 def run_study(study: Study, *, out: Path | str, progress: Progress = silent) -> Path:
     """Run, or go on with, a study; returns its folder."""
-    out = Path(out)
+    with one_writer(Path(out)):
+        return _run_study(study, Path(out), progress)
+
+
+def _run_study(study: Study, out: Path, progress: Progress) -> Path:
     _require_same(study, out)
     sweep(out)
     loaded = load_model(study.model, dtype=study.dtype, device_map=study.device_map, bos=study.bos)
     stage(str(loaded.first_token), progress)
-    setting = StudySetting(study, out, loaded, study.heldout_texts(), progress)
+    fingerprint = weight_fingerprint(loaded.model)
+    setting = StudySetting(study, out, loaded, study.heldout_texts(), progress, fingerprint)
     stock = _stock_diagnosis(setting)
     plans = {arm.name: _plan(stock, arm.plan or study.plan) for arm in study.arms}
     before = _stock_evaluation(setting, stock, plans)
@@ -102,7 +113,7 @@ def _require_same(study: Study, out: Path) -> None:
     body = {"study": study.model_dump(mode="json"), "provenance": {"versions": versions()}}
     path = out / "study.json"
     if path.exists():
-        before = load_artefact(path, "study")["study"]
+        before = started_study(path).model_dump(mode="json")
         changed = [key for key in body["study"] if before.get(key) != body["study"][key]]
         if changed:
             raise ArtefactError(
@@ -117,7 +128,9 @@ def _require_same(study: Study, out: Path) -> None:
 def _stock_diagnosis(setting: StudySetting) -> Diagnosis:
     path = setting.out / "stock" / "diagnosis.json"
     if path.exists():
-        return Diagnosis.load(path)
+        found = Diagnosis.load(path)
+        require_run(found.model.fingerprint, setting.fingerprint, path)
+        return found
     stage("diagnosing the stock model", setting.progress)
     judged = TextSet(setting.heldout[0].name, setting.heldout[0].texts[: setting.study.max_texts])
     diagnosis = diagnose(
@@ -140,7 +153,9 @@ def _stock_evaluation(
 ) -> Evaluation:
     path = setting.out / "stock" / "evaluation.json"
     if path.exists():
-        return Evaluation.load(path)
+        kept = Evaluation.load(path)
+        require_run(_evaluated(kept), _expected(setting, []), path)
+        return kept
     stage("evaluating the stock model", setting.progress)
     joint = {name: plan.target_heads for name, plan in plans.items()}
     found = _evaluate(setting, [], joint, _ablated(setting, [h for p in joint.values() for h in p]))
@@ -244,13 +259,29 @@ def _prove(
         targets = operated_heads(patch.info for patch in patches)
         _evaluate(setting, patches, {"operated": targets}, _ablated(setting, targets)).save(path)
     after = Evaluation.load(path)
-    if not (folder / "comparison.json").exists():
+    require_run(_evaluated(after), _expected(setting, patches), path)
+    compared = folder / "comparison.json"
+    if compared.exists():
+        told = Comparison.load(compared).provenance.identity
+        require_run(told, compared_identity(before, after), compared)
+    else:
         compare(
             before,
             after,
             checkpoints=checkpoints,
             whole_layers=whole_layers,
-        ).save(folder / "comparison.json")
+        ).save(compared)
+
+
+def _evaluated(found: Evaluation) -> str:
+    """What an evaluation is of: the base, the patches and the texts that heads are judged on."""
+    sets = sorted(losses.texts.sha256 for losses in found.text_sets.values())
+    return content_hash([found.model.fingerprint, *(p.sha256 or "" for p in found.patches), *sets])
+
+
+def _expected(setting: StudySetting, patches: list[Patch]) -> str:
+    sets = sorted(texts.sha256 for texts in setting.heldout)
+    return content_hash([setting.fingerprint, *(p.fingerprint() for p in patches), *sets])
 
 
 def _complete(setting: StudySetting) -> None:

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
-from headwise.artefacts import write_text
+from headwise.artefacts import is_there, load_artefact, write_text
 from headwise.bundled import DATA
-from headwise.errors import SettingsError
+from headwise.errors import ArtefactError, SettingsError
 from headwise.models.patient import PATIENTS, patient_texts
 from headwise.settings import changed, read_yaml, validated
 from headwise.surgery.modes import TRAINED, Mode
@@ -22,7 +22,7 @@ STUDIES = DATA / "studies"
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class PlanChoice(_Strict):
@@ -39,7 +39,7 @@ class PlanChoice(_Strict):
 class StudyArm(_Strict):
     """One condition; what is not given comes from the study."""
 
-    name: str = Field(pattern=r"^[\w.-]+$")
+    name: str = Field(pattern=r"^[\w-][\w.-]*$", max_length=100)  # a folder's name
     mode: Mode = "surgery"
     treatment: str | None = None  # a row of the treatments, or auto; None: reinitialise
     dose: float | None = None
@@ -47,13 +47,13 @@ class StudyArm(_Strict):
     plan: PlanChoice | None = None
     passes: int = Field(default=1, ge=1, le=2)  # 2: a second pass on what is still, or newly, sick
     recipe: dict[str, Any] = {}  # changes to the study's recipe
-    seeds: list[int] | None = None
+    seeds: list[NonNegativeInt] | None = None
 
 
 class Study(_Strict):
     """A whole study: validated, resumable, and reported from its artefacts alone."""
 
-    name: str
+    name: str = Field(pattern=r"^[\w-][\w.-]*$", max_length=100)  # a folder's name
     description: str = ""
     model: str = "patient"
     dtype: str | None = None
@@ -65,12 +65,12 @@ class Study(_Strict):
     recipe: str | None = None
     changes: dict[str, Any] = {}  # changes to that recipe
     arms: list[StudyArm] = Field(min_length=1)
-    seeds: list[int] = [0]
-    max_length: int = 512
-    max_texts: int = 64  # held-out texts on which heads are judged
-    batch_size: int = 8
+    seeds: list[NonNegativeInt] = Field(default=[0], min_length=1)
+    max_length: int = Field(default=512, ge=2)
+    max_texts: int = Field(default=64, ge=2)  # held-out texts on which heads are judged
+    batch_size: int = Field(default=8, ge=1)
     ablate: Literal["all", "operated"] = "all"
-    completions: int = 10  # prompts completed by each arm of the first seed; 0: none
+    completions: int = Field(default=10, ge=0)  # prompts by each arm of the first seed
 
     def recipe_of(self, arm: StudyArm, fitted: Recipe | None = None) -> Recipe:
         """The recipe of one arm: the study's, or the `fitted` one, with both sets of changes."""
@@ -131,12 +131,20 @@ def new_study(model: str, path: Path) -> Path:
     return write_text(path, _NEW.format(model=json.dumps(model)))
 
 
+def started_study(path: Path) -> Study:
+    """The study that a `study.json` says was started."""
+    told = load_artefact(path, "study").get("study")
+    if not isinstance(told, dict):
+        raise ArtefactError("it does not say which study", where=path, fix="use another --out")
+    return validated(Study, told, path)
+
+
 def load_study(name: str) -> Study:
     """A study from a YAML file, or a bundled one by name."""
     path = Path(name)
-    if not path.exists() and (STUDIES / f"{path.stem}.yaml").exists():
+    if not is_there(path) and is_there(STUDIES / f"{path.stem}.yaml"):
         path = STUDIES / f"{path.stem}.yaml"
-    if not path.exists():
+    if not is_there(path):
         bundled = ", ".join(sorted(found.stem for found in STUDIES.glob("*.yaml")))
         raise SettingsError(
             "no such study", where=name, fix=f"pass a YAML file, or one of {bundled}"

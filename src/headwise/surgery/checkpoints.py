@@ -1,18 +1,24 @@
 """Checkpoints of a run: what is trained, the optimizer's moments and the run's state.
 
 They are written atomically, so a killed run that resumes ends with the same bits as one that was
-never stopped. `best.safetensors` holds the best validated values alone.
+never stopped. `best.safetensors` holds the best validated values alone. Every file carries a
+checksum and the identity of its run; a damaged newest checkpoint gives way to the one before it.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from headwise.artefacts import sweep
+from headwise.errors import ArtefactError
+from headwise.integrity.checksums import RUN_KEY, require_run
 from headwise.models.tensor_files import read_safetensors, write_safetensors
+from headwise.progress import Progress, silent, stage
 from headwise.ranks import is_first, wait
 from headwise.surgery.job import Job
 from headwise.surgery.run_state import BEFORE, RunState, StepMap
@@ -27,13 +33,17 @@ def kept_checkpoints(out: Path) -> list[Path]:
 
 def save_checkpoint(job: Job, state: RunState, optimizer: torch.optim.Optimizer) -> None:
     """Write trace, maps and the newest checkpoint; drop old checkpoints only after that."""
-    state.write_rows(job.out)
+    state.write_rows(job.out, job.identity)
     tensors = {}
     for i, parameter in enumerate(job.trained):
         tensors[f"master.{i}"] = parameter.detach().cpu().contiguous()
         for key, value in optimizer.state.get(parameter, {}).items():
             tensors[f"{key}.{i}"] = value.detach().cpu().contiguous()
-    metadata = {"progress": json.dumps(state.to_json()), "rng": bytes(torch.get_rng_state()).hex()}
+    metadata = {
+        RUN_KEY: job.identity,
+        "progress": json.dumps(state.to_json()),
+        "rng": bytes(torch.get_rng_state()).hex(),
+    }
     path = job.out / CHECKPOINTS / f"step-{state.step:07d}.safetensors"
     write_safetensors(path, tensors, metadata)
     if is_first():
@@ -46,13 +56,16 @@ def fresh_state(job: Job) -> RunState:
     return RunState(maps=[] if job.before is None else [StepMap(BEFORE, job.before)])
 
 
-def restore_checkpoint(job: Job, optimizer: torch.optim.Optimizer) -> RunState:
-    """The newest checkpoint, or a fresh start if the run was killed before its first one."""
+def restore_checkpoint(
+    job: Job, optimizer: torch.optim.Optimizer, progress: Progress = silent
+) -> RunState:
+    """The newest whole checkpoint, or a fresh start if the run was killed before its first one."""
     sweep(job.out)
     found = kept_checkpoints(job.out)
     if not found:
         return fresh_state(job)
-    tensors, metadata = read_safetensors(found[-1])
+    tensors, metadata = _newest_whole(found, progress)
+    require_run(metadata.get(RUN_KEY), job.identity, found[-1].parent)
     for i, parameter in enumerate(job.trained):
         parameter.data.copy_(tensors[f"master.{i}"])
         if f"step.{i}" in tensors:
@@ -67,19 +80,50 @@ def restore_checkpoint(job: Job, optimizer: torch.optim.Optimizer) -> RunState:
     return state
 
 
-def save_best(job: Job) -> None:
+def _newest_whole(
+    found: list[Path], progress: Progress
+) -> tuple[dict[str, Tensor], Mapping[str, str]]:
+    """The newest checkpoint that is not damaged; each damaged one is told, and kept."""
+    for path in reversed(found):
+        try:
+            return read_safetensors(path)
+        except ArtefactError as error:
+            what = str(error).splitlines()[0]
+            stage(f"{path.name} cannot be used ({what}); going back to the one before", progress)
+    raise ArtefactError(
+        "every checkpoint of this run is damaged",
+        where=found[-1].parent,
+        fix="put an undamaged copy back, or delete the run's folder and start anew",
+    )
+
+
+def _best_path(job: Job) -> Path:
+    return job.out / CHECKPOINTS / "best.safetensors"
+
+
+def save_best(job: Job, step: int = 0) -> None:
     """Keep the values at hand as the best ones."""
     tensors = {f"master.{i}": p.detach().cpu() for i, p in enumerate(job.trained)}
-    write_safetensors(job.out / CHECKPOINTS / "best.safetensors", tensors)
+    write_safetensors(_best_path(job), tensors, {RUN_KEY: job.identity, "step": str(step)})
 
 
-def load_best(job: Job) -> bool:
-    """Put the best validated values back; False if nothing was validated."""
+def load_best(job: Job, step: int | None = None) -> bool:
+    """Put the best validated values back; False if nothing was validated.
+
+    With a `step`, a file of another step is refused: it is not the best of this run.
+    """
     wait()  # until it is written
-    path = job.out / CHECKPOINTS / "best.safetensors"
+    path = _best_path(job)
     if not path.exists():
         return False
-    tensors, _ = read_safetensors(path)
+    tensors, metadata = read_safetensors(path)
+    require_run(metadata.get(RUN_KEY), job.identity, path)
+    if step is not None and metadata.get("step") != str(step):
+        raise ArtefactError(
+            f"the best values are of step {metadata.get('step')}, the run's best step is {step}",
+            where=path,
+            fix="put the run's own file back, or delete the run's folder and start anew",
+        )
     for i, parameter in enumerate(job.trained):
         parameter.data.copy_(tensors[f"master.{i}"])
     job.write()

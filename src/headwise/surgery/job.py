@@ -11,18 +11,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from headwise.errors import ArtefactError
 from headwise.forward.checkpointing import checkpointed
 from headwise.forward.gelu import fused_gelu
 from headwise.forward.partial_run import layer_input, run_from
 from headwise.forward.tap import tapped
 from headwise.models.architectures import backbone_of, device_of
-from headwise.models.tensor_files import write_array
+from headwise.models.tensor_files import read_safetensors, write_safetensors
 from headwise.ranks import each_writes
 from headwise.surgery.recipe import Recipe
 from headwise.surgery.run_state import MassMap
@@ -31,6 +31,7 @@ from headwise.texts.batches import Batch
 from headwise.texts.corpus import Corpus
 
 PREFIX = "prefix"  # the cache's folder in a run
+_HIDDEN = "hidden"
 
 
 Tracker = Callable[[Mapping[str, int | float], int], None]
@@ -73,6 +74,7 @@ class Job:
     before: MassMap | None = None  # first-token mass on the probe before the operation
     title: str = "training"  # what progress calls it
     held: Held | None = None  # other text, on which the model shall say what stock says
+    identity: str = ""  # of the run: its files carry it
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -103,7 +105,9 @@ def last_hidden(job: Job, batch: Batch, part: list[tuple[int, Batch]]) -> Tensor
         last: Tensor = backbone_of(job.model)(input_ids=ids, use_cache=False).last_hidden_state
         return last
     folder = job.out / PREFIX
-    stored = [_prefix(job.model, job.lowest, folder / f"{n}.npy", block) for n, block in part]
+    stored = [
+        _prefix(job.model, job.lowest, folder / f"{n}.safetensors", block) for n, block in part
+    ]
     padded = [F.pad(hidden, (0, 0, 0, ids.shape[1] - hidden.shape[1])) for hidden in stored]
     start = torch.cat(padded).to(ids.device, job.model.dtype)
     return run_from(job.model, ids, job.lowest, start)
@@ -112,11 +116,14 @@ def last_hidden(job: Job, batch: Batch, part: list[tuple[int, Batch]]) -> Tensor
 def _prefix(model: PreTrainedModel, lowest: int, path: Path, block: Batch) -> Tensor:
     """What enters the lowest operated layer for one block.
 
-    From disk after the first time: no layer below changes.
+    From disk after the first time: no layer below changes. A damaged file is made again.
     """
-    if not path.exists():
-        with torch.no_grad():
-            hidden = layer_input(model, block.ids.to(device_of(model)), lowest)
-        with each_writes():
-            write_array(path, hidden.float().cpu().numpy())
-    return torch.from_numpy(np.array(np.load(path, mmap_mode="r")))
+    if path.exists():
+        with contextlib.suppress(ArtefactError):
+            return read_safetensors(path)[0][_HIDDEN]
+    with torch.no_grad():
+        hidden = layer_input(model, block.ids.to(device_of(model)), lowest)
+    found = hidden.float().cpu().contiguous()
+    with each_writes():
+        write_safetensors(path, {_HIDDEN: found})
+    return found

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 import yaml
 from jaxtyping import Float
-from pydantic import BaseModel, ConfigDict, model_serializer
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, model_serializer, model_validator
 
 from headwise.artefacts import write_text
 from headwise.diagnosis.triage_values import Triage
@@ -27,7 +27,7 @@ from headwise.models.model_info import ModelInfo
 from headwise.models.patch_info import PatchInfo
 from headwise.settings import changed, read_yaml, validated
 from headwise.sheets import Sheet, sheet, sheets_html
-from headwise.values import Empty
+from headwise.values import MOST_HEADS, Count, Empty
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -54,10 +54,18 @@ class PlannedModel(BaseModel):
 
     id: str
     fingerprint: str
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    layers: tuple[int, ...] | None = None  # of a hybrid: the layers with attention
+    num_layers: Count
+    num_heads: Count
+    num_kv_heads: Count
+    layers: tuple[NonNegativeInt, ...] | None = None  # of a hybrid: the layers with attention
+
+    @model_validator(mode="after")
+    def _is_a_model(self) -> PlannedModel:
+        if self.num_heads % self.num_kv_heads or self.num_layers * self.num_heads > MOST_HEADS:
+            raise ValueError("no model has such counts of layers and heads")
+        if self.layers is not None and len(self.layers) != self.num_layers:
+            raise ValueError(f"layers: {len(self.layers)} numbers for {self.num_layers} layers")
+        return self
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -97,7 +105,9 @@ class PlanSummary(BaseModel):
 class SurgeryPlan(BaseModel):
     """Targets are operated on and trained; watched heads are frozen but reported on."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, populate_by_name=True, allow_inf_nan=False
+    )
 
     schema_: Literal["headwise.plan/1"] = "headwise.plan/1"
     model: PlannedModel
@@ -108,7 +118,7 @@ class SurgeryPlan(BaseModel):
     init: Init = "xavier_normal"
     compensate: Literal["none", "mean"] = "none"
     kv_policy: KvPolicy = "whole-group"
-    seed: int = 42
+    seed: NonNegativeInt = 42
     treatments: dict[str, str] = {}  # treatment: its heads; targets not named are reinitialised
     doses: dict[str, float] = {}  # amounts by head or by treatment, else the treatment's own
     bos: bool | None = None  # whether texts start with a BOS, as in the diagnosis

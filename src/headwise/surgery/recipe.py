@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -11,21 +12,23 @@ from headwise.errors import SettingsError
 from headwise.models.patient import PATIENTS
 from headwise.settings import changed, read_yaml, validated
 
+MOST_STEPS = 10**9  # of anything that is counted: more is a slip of the hand
+
 
 class Recipe(BaseModel):
     """Everything that decides a training run, apart from the plan, the corpus and the seed."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     name: str = "custom"
-    steps: int = Field(default=400, ge=0)
+    steps: int = Field(default=400, ge=0, le=MOST_STEPS)
     lr: float = Field(default=5e-5, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
-    warmup: int = Field(default=100, ge=0)  # at most a quarter of the steps
-    batch_size: int = Field(default=1, ge=1)  # blocks a forward pass
-    accumulation: int = Field(default=8, ge=1)  # forward passes a step
+    warmup: int = Field(default=100, ge=0, le=MOST_STEPS)  # at most a quarter of the steps
+    batch_size: int = Field(default=1, ge=1, le=MOST_STEPS)  # blocks a forward pass
+    accumulation: int = Field(default=8, ge=1, le=MOST_STEPS)  # forward passes a step
     clip: float = Field(default=1.0, gt=0)
-    block: int = Field(default=512, ge=8)  # tokens a block
+    block: int = Field(default=512, ge=8, le=MOST_STEPS)  # tokens a block
     checkpoint_layers: bool = False  # recompute activations in the backward pass
     cache_prefix: bool = False  # keep the frozen layers' outputs on disk over epochs
     validate_every: int = Field(default=50, ge=1)
@@ -71,14 +74,31 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
+def _base_of(name: str, base: object, seen: tuple[str, ...]) -> dict[str, Any]:
+    """What a recipe starts from; one that leads back to itself is refused."""
+    if base is None:
+        return {}
+    if not isinstance(base, str) or base in (name, *seen):
+        raise SettingsError(
+            f"the base {str(base)[:80]!r} leads back to the recipe, or is no name",
+            where=name,
+            fix=f"name one of {', '.join(RECIPES)}, or another .yaml file",
+        )
+    return _recipe(base, (*seen, name)).model_dump()
+
+
 def recipe_named(name: str) -> Recipe:
     """A bundled recipe by name, or one from a YAML file."""
+    return _recipe(name, ())
+
+
+def _recipe(name: str, seen: tuple[str, ...]) -> Recipe:
+    """The recipe that a name means; `seen` are those that build on it."""
     if name in RECIPES:
         return RECIPES[name]
     if Path(name).suffix in (".yaml", ".yml"):
         body = read_yaml(Path(name))
-        base = body.pop("base", None)
-        start = recipe_named(base).model_dump() if base else {}
+        start = _base_of(name, body.pop("base", None), seen)
         return validated(Recipe, {**start, "name": Path(name).stem, **body}, name)
     raise SettingsError(
         f"no recipe is called {name!r}", fix=f"choose {', '.join(RECIPES)} or a .yaml file"

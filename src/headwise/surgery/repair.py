@@ -14,14 +14,16 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
 
 from headwise.alarms import Alarm, cure_alarms, joined, loss_alarms
 from headwise.diagnosis.mean_outputs import measure_means
-from headwise.errors import SelectionError
+from headwise.errors import SelectionError, SettingsError
 from headwise.forward.guard import guard
+from headwise.frames import frame
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.patch import Patch, Slice
 from headwise.progress import Progress, silent
@@ -45,6 +47,9 @@ from headwise.texts.corpus import Corpus, build_corpus, spread_blocks
 from headwise.texts.text_sets import TextSet, as_text_set, default_corpus
 from headwise.texts.unigram import unigram_loss
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 _HELD_BLOCKS = 64  # blocks of kept text whose hidden states stay in memory
 
 
@@ -62,6 +67,10 @@ class RepairRun:
     outcome: Outcome = "trained"
     stock_loss: float | None = None  # on the validation text
     alarms: tuple[Alarm, ...] = ()
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per optimizer step and validation, as in `trace.jsonl` (needs pandas)."""
+        return frame([row.to_json() for row in self.state.rows])
 
 
 @takes_model
@@ -107,6 +116,7 @@ def repair(
     blocks = repair_corpus(corpus, loaded, recipe, excluded)
     settings = asked_settings(plan, recipe, mode, seed, blocks, fingerprint, keep)
     if by_the_first(lambda: is_finished(settings, out, resume=resume)):
+        _drop_cache(out)  # a kill may have come just before this
         return finished_run(out)
     guard(model, recipe.block)
     settings.save(out)
@@ -116,12 +126,27 @@ def repair(
     patch, state = _run(job, settings, resume, progress)
     patch = replace(patch, documents=blocks.documents)
     patch.save(out / PATCH)
-    outcome = _outcome(settings, state)
     alarms = _alarms(loaded, stock, unigram, state)
-    settings = replace(settings, finished=True, outcome=outcome, stock_loss=stock, alarms=alarms)
-    settings.save(out)
+    done = RepairRun(out, mode, patch, state, _outcome(settings, state), stock, alarms)
+    _finish(done, settings)
+    return done
+
+
+def _finish(done: RepairRun, settings: RunSettings) -> None:
+    """Write `run.json` as that of a finished run, and drop the cache."""
+    replace(
+        settings,
+        finished=True,
+        patch=done.patch.fingerprint(),
+        outcome=done.outcome,
+        stock_loss=done.stock_loss,
+        alarms=done.alarms,
+    ).save(done.out)
+    _drop_cache(done.out)
+
+
+def _drop_cache(out: Path) -> None:
     by_the_first(lambda: shutil.rmtree(out / PREFIX, ignore_errors=True))
-    return RepairRun(out, mode, patch, state, outcome, stock, alarms)
 
 
 def finished_run(out: Path) -> RepairRun:
@@ -250,6 +275,7 @@ def _job(
         track,
         before=first_token_map(model, corpus),
         title=settings.mode,
+        identity=settings.identity,
     )
 
 
@@ -286,7 +312,7 @@ def _train_masters(
     start.apply(job.model)
     try:
         state = train(job, resume=resume, progress=progress)
-        load_best(job)
+        load_best(job, state.best_step)
         values = master_slices(list(masters))
         slices = {
             name: Slice(part.span, part.before, values[name][1].to(part.before))
@@ -307,7 +333,7 @@ def _train_lora(
     with LoraAdapter(job.model, plan, start.num_weights, job.seed) as adapter:
         job = replace(job, trained=tuple(adapter.parameters))
         state = train(job, resume=resume, progress=progress)
-        load_best(job)
+        load_best(job, state.best_step)
         slices = adapter.merged_slices()
     return Patch(slices, start.info), state
 
@@ -318,8 +344,14 @@ def _tracker(name: str | None, out: Path, settings: RunSettings) -> Tracker | No
         return None
     from accelerate import Accelerator
 
-    accelerator = Accelerator(log_with=name, project_dir=str(out / "tracking"))
     recipe = settings.recipe.model_dump(mode="json")
     config = {"mode": settings.mode, "seed": settings.seed, **recipe}
-    accelerator.init_trackers("headwise", config=config)
+    try:
+        accelerator = Accelerator(log_with=name, project_dir=str(out / "tracking"))
+        accelerator.init_trackers("headwise", config=config)
+    except (ValueError, ImportError, OSError) as error:
+        raise SettingsError(
+            f"the tracker {name!r} cannot be used ({str(error)[:200]})",
+            fix="install it, or choose tensorboard, trackio, wandb ...",
+        ) from None
     return lambda values, step: accelerator.log(dict(values), step=step)

@@ -8,21 +8,23 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headwise.alarms import Alarm
-from headwise.artefacts import load_artefact, save_artefact, versions
+from headwise.artefacts import content_hash, load_artefact, save_artefact, to_json, versions
 from headwise.errors import ArtefactError
 from headwise.surgery.modes import Mode
 from headwise.surgery.plan import SurgeryPlan
 from headwise.surgery.recipe import Recipe
+from headwise.surgery.run_state import RUN
 from headwise.texts.corpus_info import CorpusInfo
 from headwise.values import Finite, from_plain, plain_fields
 
 Outcome = Literal["", "trained", "sham", "unchanged", "empty"]  # of the patch; "" until finished
 
 
-RUN, PATCH = "run.json", "patch.safetensors"
+PATCH = "patch.safetensors"
 
 
 _DECISIVE = ("model", "plan", "recipe", "mode", "seed", "corpus", "kept")
+_DIGITS = 16  # of a run's identity
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,16 @@ class RunSettings:
     versions: Mapping[str, str] = field(default_factory=versions, repr=False)
     finished: bool = False
     kept: str = ""  # hash of the text on which the model was held to stock
+    patch: str = ""  # hash of what its slices became, once finished
     outcome: Outcome = ""  # sham: the best validated state was the untrained operation
     stock_loss: Finite | None = None  # on the validation text, before the operation
     alarms: tuple[Alarm, ...] = ()
+
+    @property
+    def identity(self) -> str:
+        """A hash of what decides the run: its checkpoints, trace and maps carry it."""
+        body = self.to_json()
+        return content_hash([to_json({key: body[key] for key in _DECISIVE})])[:_DIGITS]
 
     def to_json(self) -> dict[str, Any]:
         """The body of `run.json`."""
@@ -53,7 +62,7 @@ class RunSettings:
 
     def save(self, run: Path) -> Path:
         """Write `run.json` into a run directory."""
-        return save_artefact(run / RUN, "run", self.to_json())
+        return save_artefact(run / RUN, "run", {**self.to_json(), "identity": self.identity})
 
     @staticmethod
     def load(run: Path) -> RunSettings:

@@ -5,20 +5,20 @@ This is the one place that writes and reads these two files.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headwise.artefacts import read_lines, write_text
+from headwise.artefacts import load_artefact, read_lines, write_text
 from headwise.errors import ArtefactError
+from headwise.integrity.checksums import checked_row, sealed_row
 
 BEFORE = -1  # the step of the map of the model before the operation
 
 
-TRACE, MAPS = "trace.jsonl", "maps.jsonl"
+TRACE, MAPS, RUN = "trace.jsonl", "maps.jsonl", "run.json"
 
 
 MassMap = list[list[float]]  # [layer][head]
@@ -84,10 +84,10 @@ class RunState:
         """The validations so far."""
         return [row for row in self.rows if isinstance(row, Validation)]
 
-    def write_rows(self, out: Path) -> None:
-        """Write the trace and the maps so far."""
-        write_text(out / TRACE, _lines(self.rows))
-        write_text(out / MAPS, _lines(self.maps))
+    def write_rows(self, out: Path, run: str = "") -> None:
+        """Write the trace and the maps so far, each row with the identity of its run."""
+        write_text(out / TRACE, _lines(self.rows, run))
+        write_text(out / MAPS, _lines(self.maps, run))
 
     def to_json(self) -> dict[str, Any]:
         """For a checkpoint: rows and maps by their number, they lie beside it."""
@@ -99,19 +99,36 @@ class RunState:
         """As a checkpoint in `out` knows it; rows that came after it are left out."""
         numbers = {name: body[name] for name in _IN_CHECKPOINT}
         rows, maps = read_trace(out)[: body["rows"]], read_maps(out)[: body["maps"]]
+        for name, kept, told in ((TRACE, rows, body["rows"]), (MAPS, maps, body["maps"])):
+            if len(kept) < told:
+                raise ArtefactError(
+                    f"it has {len(kept)} rows, the checkpoint was written after {told}",
+                    where=out / name,
+                    fix="put the whole file back, or start anew in another --out",
+                )
         return RunState(**numbers, rows=rows, maps=maps)
 
 
 _IN_CHECKPOINT = ("step", "best_loss", "best_step", "stale", "stopped")
 
 
-def _lines(rows: Sequence[TraceRow] | Sequence[StepMap]) -> str:
-    return "".join(json.dumps(row.to_json()) + "\n" for row in rows)
+_SPEED = frozenset({"tokens_per_second"})  # a clock's word, which equal runs do not share
+
+
+def _lines(rows: Sequence[TraceRow] | Sequence[StepMap], run: str) -> str:
+    return "".join(sealed_row(row.to_json(), run, _SPEED) for row in rows)
+
+
+def _rows(run: Path, name: str) -> list[Any]:
+    """The rows of a file of a run; those of another run, and damaged ones, are refused."""
+    rows = read_lines(run / name)
+    told = load_artefact(run / RUN, "run").get("identity") if (run / RUN).exists() else None
+    return [checked_row(row, str(told or ""), run / name, _SPEED) for row in rows]
 
 
 def read_trace(run: Path) -> list[TraceRow]:
     """The steps and validations of a run, in order; [] if there is no trace."""
-    return [_trace_row(row, run / TRACE) for row in read_lines(run / TRACE)]
+    return [_trace_row(row, run / TRACE) for row in _rows(run, TRACE)]
 
 
 def _trace_row(row: dict[str, Any], path: Path) -> TraceRow:
@@ -128,7 +145,6 @@ def _trace_row(row: dict[str, Any], path: Path) -> TraceRow:
 def read_maps(run: Path) -> list[StepMap]:
     """The head maps of a run, in order; [] if there are none."""
     try:
-        rows = read_lines(run / MAPS)
-        return [StepMap(int(row["step"]), row["first_token_mass"]) for row in rows]
+        return [StepMap(int(row["step"]), row["first_token_mass"]) for row in _rows(run, MAPS)]
     except (KeyError, TypeError) as error:
         raise ArtefactError(f"a head map is not as expected ({error})", where=run / MAPS) from None

@@ -55,7 +55,7 @@ def train(job: Job, *, resume: bool = False, progress: Progress = silent) -> Run
 
 @contextmanager
 def _stopping() -> Iterator[list[int]]:
-    """Ctrl-C lets the step at hand finish, so that the checkpoint is whole; a second one does not.
+    """Ctrl-C and SIGTERM let the step at hand finish and be saved; a second one does not wait.
 
     Only the main thread may set signal handlers; elsewhere nothing changes.
     """
@@ -64,21 +64,25 @@ def _stopping() -> Iterator[list[int]]:
         yield asked
         return
 
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
     def stop(number: int, frame: object) -> None:
         asked.append(number)
-        signal.signal(signal.SIGINT, before)
+        restore()
 
-    before = signal.signal(signal.SIGINT, stop)
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield asked
     finally:
-        signal.signal(signal.SIGINT, before)
+        restore()
 
 
 def _train(job: Job, resume: bool, progress: Progress, asked: list[int]) -> RunState:
     recipe = job.recipe
     optimizer = make_optimizer(job)
-    state = restore_checkpoint(job, optimizer) if resume else fresh_state(job)
+    state = restore_checkpoint(job, optimizer, progress) if resume else fresh_state(job)
     job.write()
     if recipe.steps:
         progress(job.title, state.step, recipe.steps, "")
@@ -237,7 +241,7 @@ def _validate(job: Job, state: RunState) -> None:
     job.tell(row.to_json(), state.step)
     if row.loss < state.best_loss:
         state.best_loss, state.best_step, state.stale = row.loss, state.step, 0
-        save_best(job)
+        save_best(job, state.step)
     else:
         state.stale += 1
         if state.stale >= job.recipe.patience:

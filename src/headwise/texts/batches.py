@@ -19,6 +19,7 @@ from headwise.errors import ModelError, TextError
 from headwise.models.loaded_model import LoadedModel
 
 DEFAULT_MAX_LENGTH = 512
+_LONGEST = 1_000_000  # characters tokenised at once: the tokenizer needs some 160 bytes for each
 
 
 def encode_texts(
@@ -35,9 +36,13 @@ def encode_texts(
     """
     if not texts:
         raise TextError("there is no text", fix="pass --texts with at least one non-empty text")
+    if max_length is not None and max_length < minimum:
+        raise TextError(
+            f"texts cut at {max_length} tokens say nothing", fix=f"max_length of {minimum} or more"
+        )
     encoded = []
     for number, text in enumerate(texts):
-        ids = token_ids(tokenizer, text, bos)
+        ids = token_ids(tokenizer, text, bos, most=max_length)
         if len(ids) < minimum:
             raise TextError(
                 f"text {number} has {len(ids)} token{'s' * (len(ids) != 1)}, "
@@ -48,9 +53,24 @@ def encode_texts(
     return encoded
 
 
-def token_ids(tokenizer: PreTrainedTokenizerBase, text: str, bos: bool | None = None) -> list[int]:
-    """One text as tokens, with a BOS in front, without one, or as the tokenizer has it."""
-    ids = list(tokenizer(text, truncation=False, verbose=False)["input_ids"])
+def token_ids(
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    bos: bool | None = None,
+    *,
+    most: int | None = None,
+) -> list[int]:
+    """One text as tokens, with a BOS in front, without one, or as the tokenizer has it.
+
+    A huge text is tokenised in parts, and no further than `most` tokens and one for a BOS.
+    """
+    ids = list(tokenizer(_part(text, 0), truncation=False, verbose=False)["input_ids"])
+    start = len(_part(text, 0))
+    while start < len(text) and (most is None or len(ids) <= most):
+        part = _part(text, start)
+        more = tokenizer(part, truncation=False, verbose=False, add_special_tokens=False)
+        ids += more["input_ids"]
+        start += len(part)
     if bos is None or bos == (bool(ids) and ids[0] == tokenizer.bos_token_id):
         return ids
     if not bos:
@@ -58,6 +78,15 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str, bos: bool | None = 
     if tokenizer.bos_token_id is None:
         raise TextError("--bos: the tokenizer has no BOS token", fix="run without --bos")
     return [tokenizer.bos_token_id, *ids]
+
+
+def _part(text: str, start: int) -> str:
+    """What follows `start`, up to white space if all of it at once would fill the memory."""
+    end = start + _LONGEST
+    if len(text) <= end:
+        return text[start:]
+    space = max(text.rfind(" ", start, end), text.rfind("\n", start, end))
+    return text[start : space if space > start else end]
 
 
 def encode_for(

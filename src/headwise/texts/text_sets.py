@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headwise.artefacts import content_hash
+from headwise.artefacts import content_hash, is_there
 from headwise.bundled import DATA
 from headwise.errors import TextError
 from headwise.models.patient import PATIENTS, patient_texts
@@ -61,12 +61,16 @@ def as_text_set(texts: TextSet | Sequence[str] | None, model_name: str) -> TextS
         return default_texts(model_name)
     if isinstance(texts, TextSet):
         return texts
-    if isinstance(texts, str) or not all(text.strip() for text in texts) or not texts:
+    if isinstance(texts, str) or not texts or not all(_is_text(text) for text in texts):
         raise TextError(
             "texts must be a non-empty list of non-empty strings",
             fix="pass e.g. texts=['Some text.', 'Another one.']",
         )
     return TextSet("given", tuple(texts))
+
+
+def _is_text(text: object) -> bool:
+    return isinstance(text, str) and bool(text.strip())
 
 
 def default_corpus(model_name: str) -> TextSet:
@@ -81,10 +85,10 @@ def read_texts(sources: Sequence[str], *, lines: bool = False) -> TextSet:
     texts: list[str] = []
     for source in sources:
         path = Path(source)
-        if path.is_dir():
+        if is_there(path) and path.is_dir():
             files = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
             texts += [text for file in files for text in _read_file(file, lines)]
-        elif path.is_file():
+        elif is_there(path):
             texts += _read_file(path, lines)
         else:
             texts += _read_hub(source)
@@ -103,25 +107,44 @@ def _read_file(path: Path, lines: bool) -> list[str]:
         return _read_jsonl(path)
     if path.suffix == ".parquet":
         return _read_parquet(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise TextError(f"not UTF-8 text ({error})", where=path, fix="convert it first") from None
+    text = _decoded(path)
     return text.splitlines() if lines else [text]
 
 
+def _decoded(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise TextError(
+            f"not UTF-8 text ({error.reason} at byte {error.start})",
+            where=path,
+            fix="convert it first",
+        ) from None
+    except OSError as error:
+        raise TextError(
+            f"cannot be read ({error.strerror})", where=path, fix="check its rights"
+        ) from None
+
+
 def _read_jsonl(path: Path) -> list[str]:
-    texts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            texts.append(str(json.loads(line)["text"]))
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise TextError(
-                f"line {number} is not a JSON object with a `text` field ({error})", where=path
-            ) from None
-    return texts
+    lines = enumerate(_decoded(path).split("\n"), 1)  # a JSON text may hold U+2028 and its like
+    return [_line_text(line, n, path) for n, line in lines if line.strip()]
+
+
+def _line_text(line: str, number: int, path: Path) -> str:
+    """The `text` of one line of JSON; anything but a text that can be written is told."""
+    try:
+        text = json.loads(line)["text"]
+        if not isinstance(text, str):
+            raise TypeError(f"its `text` is {type(text).__name__}, not a string")
+        text.encode()
+        return text
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise TextError(
+            f"line {number} is not a JSON object with a `text` field ({str(error)[:200]})",
+            where=path,
+            fix='one object a line: {"text": "..."}',
+        ) from None
 
 
 def _read_parquet(path: Path) -> list[str]:
@@ -130,11 +153,15 @@ def _read_parquet(path: Path) -> list[str]:
 
     try:
         column = pyarrow.parquet.read_table(path, columns=["text"]).column("text")
-    except (pyarrow.ArrowInvalid, KeyError, OSError) as error:
+        found = column.cast(pyarrow.string()).to_pylist()
+    except (pyarrow.ArrowException, LookupError, ValueError, OSError) as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
         raise TextError(
-            f"no readable `text` column ({str(error).splitlines()[0]})", where=path
+            f"no readable `text` column ({first[:200]})",
+            where=path,
+            fix="write a column `text` of strings",
         ) from None
-    return [str(text) for text in column.to_pylist() if text is not None]
+    return [text for text in found if text is not None]
 
 
 def _read_hub(name: str) -> list[str]:

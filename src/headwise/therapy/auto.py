@@ -21,8 +21,8 @@ from headwise.models.loaded_model import LoadedModel
 from headwise.models.patch import Patch
 from headwise.models.patch_info import PatchInfo
 from headwise.progress import Progress, silent, stage
+from headwise.proof.staged import document_order
 from headwise.settings import changed
-from headwise.staged import document_order
 from headwise.surgery.operation import require_planned_model
 from headwise.surgery.plan import SurgeryPlan
 from headwise.surgery.recipe import Recipe
@@ -36,8 +36,9 @@ from headwise.texts.text_sets import TextSet
 from headwise.therapy.dose import choose_doses
 from headwise.therapy.never_worse import count_documents, judged_blocks, validation_change
 from headwise.therapy.record import THERAPY, Therapy
-from headwise.therapy.triage import MAX_TEXTS, triage_heads
+from headwise.therapy.triage import triage_heads
 
+TRIAGE_TEXTS = 32  # training documents; heads that stay undecided are left to the dose search
 SPARED: tuple[TriageClass, ...] = ("parked", "working")  # the model uses them as they are
 
 
@@ -152,12 +153,12 @@ def _classes(
     stage(f"triage of {len(plan.target_heads)} heads on training text", progress)
     pieces = {  # one per document: the bootstrap takes them for independent
         owner: ids[:length].tolist()
-        for block in spread_blocks(corpus.train, MAX_TEXTS)
+        for block in spread_blocks(corpus.train, 2 * TRIAGE_TEXTS)
         for owner, ids, length in zip(block.index, block.ids, block.lengths, strict=True)
         if length > 1
     }
     rows = list(pieces.values())
-    order = document_order(len(rows), 0)[:MAX_TEXTS]
+    order = document_order(len(rows), 0)[:TRIAGE_TEXTS]
     queries = changed(plan, kv_policy="queries-only", treatments={}, doses={}, summary=None)
     found, _ = triage_heads(
         model, queries, [rows[i] for i in order], directions=directions, progress=progress
@@ -201,8 +202,8 @@ def _left_alone(
     patch = Patch({}, PatchInfo(base_model=settings.model, plan=plan.model_dump(mode="json")))
     found = state or RunState()
     if state is None:
-        found.write_rows(out)
+        found.write_rows(out, settings.identity)
     patch.save(out / PATCH)
     therapy.save(out)
-    replace(settings, finished=True, outcome="empty").save(out)
+    replace(settings, finished=True, outcome="empty", patch=patch.fingerprint()).save(out)
     return AutoRun(RepairRun(out, settings.mode, patch, found, "empty"), therapy)

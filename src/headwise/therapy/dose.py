@@ -3,8 +3,8 @@
 First one treatment and amount for all heads at once, because heads that work together wake together
 (a copying head alone is worth nothing), with and without the heads that triage would spare; then
 head by head around the best of these, nothing included, as long as training loss falls by more than
-its own noise. Exact: only the layers from the changed head on are run again. Validation and
-evaluation text is never looked at.
+its own noise. Exact: only the layers from the changed head on are run again. A clear loss ends a
+trial early. Validation and evaluation text is never looked at.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from headwise.therapy.record import Tried
 
 SEARCHED = ("release", "centre")
 DOSE_BLOCKS = 16  # training blocks on which doses are compared
-_BATCH = 8  # blocks a forward pass
+_BATCH = 4  # blocks a forward pass
 _NEGLIGIBLE = TriageThresholds().gain  # nats per token: a gain that is not worth a treatment
 _CLEAR = 2.0  # standard errors over documents that a change must be away from nothing
 _HARM = 0.01  # a head whose treatment costs more than this must not be touched at all
@@ -91,7 +91,9 @@ def choose_doses(
 
 
 def _joined(blocks: Sequence[Batch]) -> list[Batch]:
-    return [join_batches(blocks[at : at + _BATCH]) for at in range(0, len(blocks), _BATCH)]
+    """Batches with short and long blocks in each: the first ones may have to speak for all."""
+    count = -(-len(blocks) // _BATCH)
+    return [join_batches(blocks[at::count]) for at in range(count)]
 
 
 class _Search:
@@ -125,14 +127,20 @@ class _Search:
         return self.sums
 
     def losses(self, prescription: Prescription, lowest: int) -> Sums:
-        """Losses under another prescription that differs from the current one from `lowest` on."""
-        sums = []
+        """Losses under another prescription that differs from the current one from `lowest` on.
+
+        Of documents that follow a clear loss nothing is asked: no such prescription is taken.
+        """
+        sums = np.zeros(0)
         with self._treated(prescription), torch.inference_mode(), fused_gelu(self.model):
             for batch, inputs in zip(self.batches, self.inputs, strict=True):
                 with tapped(self.model):
                     last = run_from(self.model, batch.ids, lowest, inputs[lowest])
-                sums.append(self._sums(batch, last))
-        return np.concatenate(sums)
+                sums = np.concatenate([sums, self._sums(batch, last)])
+                mean, error = self.change(sums)
+                if mean - error > 0:
+                    break
+        return sums
 
     def _treated(self, prescription: Prescription) -> AbstractContextManager[None]:
         patch = treat(self.model, self.plan, prescription, directions=self.directions)
@@ -144,8 +152,11 @@ class _Search:
         return found
 
     def change(self, sums: Sums) -> tuple[float, float]:
-        """Mean change of loss per token against the current state, and its standard error."""
-        deltas, tokens = sums - self.sums, self.tokens
+        """Mean change of loss per token against the current state, and its standard error.
+
+        Of as many documents as there are sums.
+        """
+        deltas, tokens = sums - self.sums[: len(sums)], self.tokens[: len(sums)]
         mean = float(deltas.sum() / tokens.sum())
         scatter = deltas - mean * tokens
         error = float(np.sqrt((scatter**2).sum()) / tokens.sum())

@@ -6,11 +6,16 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headwise.artefacts import load_artefact, save_artefact
 from headwise.diagnosis.triage_values import TRIAGE_CLASSES
+from headwise.frames import frame
 from headwise.intervals import Interval
-from headwise.values import from_plain, plain_fields
+from headwise.values import from_plain, plain_fields, to_plain
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 THERAPY = "therapy.json"
 
@@ -56,6 +61,10 @@ class Therapy:
         if self.better:
             return f"{len(self.treatments)} heads treated, {told}: better, with 95% confidence"
         return f"{told}: not better with 95% confidence, so leaving the model alone is best"
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per comparison that was made: heads, dose, change, kept (needs pandas)."""
+        return frame([to_plain(row) for row in self.tried])
 
     @property
     def _found(self) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from headwise.diagnosis.diagnose import diagnose
+from headwise.integrity.locks import one_writer
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.progress import Progress, silent, stage
 from headwise.settings import changed
@@ -55,31 +56,32 @@ def repair(
     stage(told_recipe(chosen, loaded, blocks.info.train_tokens), progress)
     given = changed(plan or plan_sick_heads(loaded, blocks, chosen), bos=loaded.bos)
     work = (loaded, given, blocks, chosen)
-    if treatment == AUTO:
-        require_treated_mode(mode)
-        return repair_automatically(
+    with one_writer(Path(out)):
+        if treatment == AUTO:
+            require_treated_mode(mode)
+            return repair_automatically(
+                *work,
+                out=Path(out),
+                seed=seed,
+                resume=resume,
+                force=force,
+                tracker=tracker,
+                keep=keep,
+                progress=progress,
+            ).run
+        return repair_heads(
             *work,
             out=Path(out),
+            mode=mode,
+            treatment=treatment,
+            dose=dose,
             seed=seed,
             resume=resume,
             force=force,
             tracker=tracker,
             keep=keep,
             progress=progress,
-        ).run
-    return repair_heads(
-        *work,
-        out=Path(out),
-        mode=mode,
-        treatment=treatment,
-        dose=dose,
-        seed=seed,
-        resume=resume,
-        force=force,
-        tracker=tracker,
-        keep=keep,
-        progress=progress,
-    )
+        )
 
 
 def cut_corpus(

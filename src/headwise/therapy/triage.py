@@ -33,9 +33,9 @@ from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.patch import Patch
 from headwise.progress import Progress, silent
 from headwise.proof.head_costs import Interventions, head_costs
+from headwise.proof.staged import METHOD, Staged, discoveries, document_order, in_stages, looks_at
 from headwise.provenance import Decisions
 from headwise.settings import changed
-from headwise.staged import METHOD, Staged, discoveries, document_order, in_stages, looks_at
 from headwise.surgery.plan import SurgeryPlan, make_plan
 from headwise.surgery.sink_directions import LayerDirections, measure_directions
 from headwise.surgery.treatments import Dose, treat

@@ -85,7 +85,8 @@
       const start = (paired ? condition.before : data.conditions[data.stock].maps.first_token_mass)[layer][head];
       return mass === null ? null : mass - start;
     }
-    if (step !== undefined && step < condition.steps.length) return condition.stepMaps[step][layer][head];
+    if (step !== undefined && step < condition.steps.length)
+      return (condition.film && condition.film[name] ? condition.film[name] : condition.stepMaps)[step][layer][head];
     const map = condition.maps[name];
     return map ? map[layer][head] : null;
   }
@@ -95,7 +96,8 @@
   const state = { measure: 0, condition: 0, step: 0, layer: 0, head: 0 };
   const current = () => data.conditions[state.condition];
   const measure = () => data.measures[state.measure];
-  const stepped = () => ["first_token_mass", "change"].includes(measure().key) && current().steps.length > 0;
+  const filmed = (condition, key) => ["first_token_mass", "change"].includes(key) || Boolean(condition.film && condition.film[key]);
+  const stepped = () => filmed(current(), measure().key) && current().steps.length > 0;
   const stepIndex = () => (stepped() ? state.step : undefined);
   const name = (layer, head) => "L" + data.numbers[layer] + "H" + head;
   const known = (value) => value !== null && value !== undefined && !Number.isNaN(value);
@@ -274,7 +276,7 @@
     const condition = shownIn(kind), step = stepIn(kind);
     const lines = [name(layer, head) + " · " + classAt(condition, layer, head, step).replace("_", " ")];
     for (const one of data.measures) {
-      const value = valueOf(condition, one.key, layer, head, ["first_token_mass", "change"].includes(one.key) ? step : undefined);
+      const value = valueOf(condition, one.key, layer, head, filmed(condition, one.key) ? step : undefined);
       if (known(value)) lines.push(one.label + " " + number(value, one.digits));
     }
     $("tip").textContent = lines.join("\n");
@@ -317,6 +319,7 @@
     return section("Profile: first-token mass by query position", svg, stock && stock !== current() ? "blue: this condition, grey: stock" : "");
   }
   function pathChart(layer, head) {
+    const head_ = head;
     const runs = data.conditions.filter((c) => c.steps.length > 1 && c.seed === (current().seed ?? c.seed));
     const main = current().steps.length > 1 ? current() : runs[0];
     if (!main) return null;
@@ -330,11 +333,17 @@
       path.append(draw("title", {}, c.label));
       svg.append(path);
     }
+    for (const [step, head, kind] of main.marks || []) {
+      const own = head === name(layer, head_);
+      const mark = draw("line", { class: own ? "alarm on" : "alarm", x1: x(step), x2: x(step), y1: SIZE.top, y2: SIZE.height - SIZE.bottom });
+      mark.append(draw("title", {}, "ALARM " + kind + ": " + head + " at step " + step));
+      svg.append(mark);
+    }
     if (stepped() && state.step < current().steps.length) {
       const v = current().stepMaps[state.step][layer][head];
       svg.append(draw("circle", { cx: x(current().steps[state.step]), cy: y(v), r: 4, fill: "var(--mark)" }));
     }
-    return section("Trajectory over steps", svg, "blue: this condition, grey: the others; read on validation blocks");
+    return section("Trajectory over steps", svg, main.film ? "red: alarms, thick for this head; read on the probe texts" : "blue: this condition, grey: the others; read on validation blocks");
   }
   function costChart(layer, head) {
     const rows = data.conditions.filter((c) => c.ablation && c.ablation[layer][head]);

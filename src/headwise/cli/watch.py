@@ -1,0 +1,98 @@
+"""The verb that films a training run from its checkpoints: watch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headwise.cli.app import app, resumable
+from headwise.cli.options import (
+    AllowPickle,
+    BatchSize,
+    Bos,
+    Dead,
+    Dtype,
+    Figures,
+    Lines,
+    LowEntropy,
+    MaxLength,
+    Out,
+    Quiet,
+    RemoteCode,
+    Sink,
+    Texts,
+    alarm,
+    given_texts,
+    wrote,
+)
+
+if TYPE_CHECKING:
+    from headwise.watch.film import Film
+
+
+@app.command(epilog="Example: headwise watch out/training --out out/watch")
+def watch(
+    checkpoints: Annotated[Path, typer.Argument(help="A folder of checkpoint-100, -200, ...")],
+    out: Out = Path("out/watch"),
+    texts: Texts = None,
+    lines: Lines = False,
+    max_length: MaxLength = 128,
+    batch_size: BatchSize = 4,
+    bos: Bos = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Where the tokenizer is, if not in the checkpoints.")
+    ] = None,
+    dead: Dead = 0.95,
+    sink: Sink = 0.50,
+    low_entropy: LowEntropy = 0.50,
+    resume: Annotated[bool, typer.Option("--resume", help="Read what is new only.")] = False,
+    figures: Figures = True,
+    dtype: Dtype = None,
+    allow_pickle: AllowPickle = False,
+    trust_remote_code: RemoteCode = False,
+    quiet: Quiet = False,
+) -> None:
+    """Film the heads of a training run from its checkpoints, one at a time."""
+    from headwise.cli.progress_bar import progress_bars
+    from headwise.diagnosis.values import Thresholds
+    from headwise.watch.checkpoints import watch_checkpoints
+    from headwise.watch.film import FILM, WATCH
+
+    with resumable(f"add --resume to go on in {out}"), progress_bars(quiet) as progress:
+        film = watch_checkpoints(
+            checkpoints,
+            given_texts(texts, lines),
+            out=out,
+            max_length=max_length,
+            batch_size=batch_size,
+            bos=bos,
+            dtype=dtype,
+            tokenizer=tokenizer,
+            thresholds=Thresholds(dead, sink, low_entropy),
+            resume=resume,
+            allow_pickle=allow_pickle,
+            trust_remote_code=trust_remote_code,
+            progress=progress,
+        )
+    written = [out / WATCH, out / FILM]
+    if figures:
+        from headwise.watch.figures import film_figures
+
+        written += film_figures(film, out)
+    _show(film, quiet)
+    wrote(written, quiet)
+    alarm([found.alarm for found in film.alarms], quiet)
+
+
+def _show(film: Film, quiet: bool) -> None:
+    """A table of the readings and the last head grid."""
+    from headwise.cli.show import console, drawn, head_grid
+    from headwise.sheets import sheet
+
+    names = ("sick_heads", "sink_rate", "median_entropy", "max_logit")
+    rows = [(r.step, *(round(r.scalars[name], 3) for name in names)) for r in film.readings]
+    screen = console(quiet)
+    screen.print(drawn(sheet("the film", ("step", *(n.replace("_", " ") for n in names)), rows)))
+    screen.print(head_grid(film.diagnosis()))

@@ -1,0 +1,87 @@
+"""Patches merged into an ordinary model directory, or taken out again.
+
+Where the model lies on disk as safetensors, its files are copied and only the bytes of changed
+tensors are written: config, tokenizer, shards, tied weights and every other bit stay by
+construction. A changed tensor keeps its precision if its values fit; if not (float32 slices in a
+float16 file) it is widened and the config says so, and `headwise_merge.json` remembers what was
+there, so that undoing gives back the same files. Any other model is saved by transformers.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from safetensors import SafetensorError
+from transformers.utils.hub import cached_file
+
+from headwise.errors import ModelError
+from headwise.handover.weight_files import holds, merge_files
+from headwise.models.loaded_model import LoadedModel
+from headwise.models.loading import converted_gguf, quietly
+from headwise.models.patch import Patch
+from headwise.models.patient import patient_dir
+
+
+def apply_patches(
+    loaded: LoadedModel,
+    patches: Sequence[Patch],
+    out: Path | str,
+    *,
+    undo: bool = False,
+    force: bool = False,
+) -> Path:
+    """Merge patches in order (or undo them in reverse) and save an ordinary model directory."""
+    out, ordered = Path(out), list(reversed(patches) if undo else patches)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ModelError(
+            "the output folder is a file, or not empty", where=out, fix="choose another --out"
+        )
+    for patch in ordered:
+        (patch.undo if undo else patch.apply)(loaded.model, force=force)
+    staging = out.with_name(f".{out.name}.tmp")
+    try:
+        shutil.rmtree(staging, ignore_errors=True)
+        _write(loaded, ordered, staging, undo)
+        os.replace(staging, out)  # noqa: PTH105 - only this takes the place of an empty folder
+    except (OSError, SafetensorError) as error:  # safetensors tells a full disk in its own words
+        raise ModelError(
+            f"cannot write the model ({error})",
+            where=out,
+            fix="free disk space or choose a writable --out; nothing was left behind",
+        ) from None
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return out
+
+
+def _write(loaded: LoadedModel, patches: Sequence[Patch], out: Path, undo: bool) -> None:
+    """The base's own files with the changed bytes, or what transformers makes of the model."""
+    base = folder_of(loaded.id)
+    if base and merge_files(base, patches, out, undo=undo) and holds(out, loaded.model):
+        return
+    shutil.rmtree(out, ignore_errors=True)
+    _saved(loaded, out)
+
+
+def _saved(loaded: LoadedModel, out: Path) -> None:
+    with quietly():
+        loaded.model.save_pretrained(out)
+        loaded.tokenizer.save_pretrained(out)
+
+
+def folder_of(name: str) -> Path | None:
+    """Where the files of a model are, as `load_model` read them; None if it has none."""
+    path = patient_dir() if name == "patient" else Path(name)
+    if path.is_dir():
+        return path
+    if path.suffix == ".gguf" and path.is_file():
+        return converted_gguf(path)
+    if name.count("/") != 1 or path.exists():
+        return None
+    found = cached_file(
+        name, "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False
+    )
+    return None if found is None else Path(found).parent

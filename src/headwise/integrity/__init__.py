@@ -1,0 +1,1 @@
+"""Files that can be trusted: checksums, and one writer per folder."""

@@ -1,0 +1,1 @@
+"""Watching heads while a model trains: the film of a run, its alarms and its trackers."""

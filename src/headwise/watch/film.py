@@ -1,0 +1,248 @@
+"""The film of a training run: `watch.json` says what is filmed and how, `watch.jsonl` is the film.
+
+One line of `watch.jsonl` is one reading: every head's measures after so many steps, which heads
+count as sick then, and the alarms raised at that step. Lines are appended and flushed to disk, so a
+killed run leaves at most one half line, which `Film.open` cuts off. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from headwise.artefacts import load_artefact, read_lines, save_artefact, write_bytes
+from headwise.diagnosis.values import Diagnosis, Thresholds, diagnosis_from
+from headwise.errors import ArtefactError
+from headwise.heads import Head, heads_where
+from headwise.models.model_info import ModelInfo
+from headwise.provenance import Provenance
+from headwise.values import Finite, HeadArray, from_plain, plain_fields, to_plain
+from headwise.watch.trend import HeadAlarm, TrendRule, rule_alarms
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+WATCH, FILM = "watch.json", "watch.jsonl"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Every head after so many optimizer steps, on the probe texts."""
+
+    step: int
+    maps: Mapping[str, HeadArray] = field(repr=False)
+    sick: tuple[str, ...] = ()
+    alarms: tuple[HeadAlarm, ...] = ()
+
+    @property
+    def scalars(self) -> dict[str, float]:
+        """What a tracker plots: sick heads, sink rate, median entropy, the largest logit."""
+        return {
+            "sick_heads": float(len(self.sick)),
+            "sink_rate": float(self.maps["sink_rate"].mean()),
+            "median_entropy": float(np.median(self.maps["entropy"])),
+            "max_logit": float(self.maps["max_logit"].max()),
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """One line of `watch.jsonl`."""
+        return {**plain_fields(self), **self.scalars}
+
+
+@dataclass(frozen=True)
+class WatchSettings:
+    """What is filmed, on which texts, and when a head is an alarm."""
+
+    model: ModelInfo  # as it was when the film began
+    provenance: Provenance = field(default_factory=Provenance, repr=False)
+    thresholds: Thresholds = field(default_factory=Thresholds)
+    rules: tuple[TrendRule, ...] = ()
+    every: int | None = None  # steps between readings; None: as the budget allows
+    budget: Finite | None = None  # share of training time
+
+    def save(self, folder: Path) -> Path:
+        """Write `watch.json`."""
+        return save_artefact(folder / WATCH, "watch", to_plain(self))
+
+    @staticmethod
+    def load(folder: Path) -> WatchSettings:
+        """Read `watch.json`."""
+        path = Path(folder) / WATCH
+        return from_plain(WatchSettings, load_artefact(path, "watch"), path)
+
+    def reading(self, step: int, maps: Mapping[str, np.ndarray]) -> Reading:
+        """A reading with its sick heads named."""
+        found = self.diagnosed(maps)
+        heads = heads_where(found.sick, self.model.layers)
+        return Reading(step, maps, tuple(str(head) for head in heads))
+
+    def diagnosed(self, maps: Mapping[str, np.ndarray]) -> Diagnosis:
+        """The maps of one reading with the classes of heads, by the rule of a diagnosis."""
+        return diagnosis_from(
+            model=self.model, maps=maps, thresholds=self.thresholds, provenance=self.provenance
+        )
+
+
+@dataclass(frozen=True)
+class Film:
+    """A run's readings in order of steps."""
+
+    settings: WatchSettings
+    readings: tuple[Reading, ...] = field(default=(), repr=False)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The steps of the readings."""
+        return tuple(reading.step for reading in self.readings)
+
+    @property
+    def alarms(self) -> tuple[HeadAlarm, ...]:
+        """All alarms, in order."""
+        return tuple(alarm for reading in self.readings for alarm in reading.alarms)
+
+    @cached_property
+    def first_sick(self) -> dict[str, int]:
+        """The step at which each head that was ever sick first counted as sick."""
+        found: dict[str, int] = {}
+        for reading in self.readings:
+            for head in reading.sick:
+                found.setdefault(head, reading.step)
+        return found
+
+    def trajectory(self, head: Head | str, measure: str = "first_token_mass") -> np.ndarray:
+        """One measure of one head, reading by reading."""
+        at = Head.parse(head) if isinstance(head, str) else head
+        row = self.settings.model.layer_numbers.index(at.layer)
+        return np.array([reading.maps[measure][row, at.index] for reading in self.readings])
+
+    def diagnosis(self, place: int = -1) -> Diagnosis:
+        """One reading as a diagnosis; the last one by default."""
+        return self.settings.diagnosed(self.readings[place].maps)
+
+    def with_reading(self, reading: Reading) -> Film:
+        """The film with one more reading."""
+        if self.readings and reading.step <= self.readings[-1].step:
+            raise ArtefactError(
+                f"a film goes forward: step {reading.step} after {self.readings[-1].step}",
+                fix="pass increasing steps, or resume the film where training resumes",
+            )
+        return replace(self, readings=(*self.readings, reading))
+
+    def judged(self, reading: Reading) -> Reading:
+        """The next reading with the alarms it raises; each head and kind is called once."""
+        later, model = self.with_reading(reading), self.settings.model
+        known = {(alarm.kind, alarm.head) for alarm in self.alarms}
+        names = [[str(Head(n, i)) for i in range(model.num_heads)] for n in model.layer_numbers]
+        found: list[HeadAlarm] = []
+        for rule in self.settings.rules:
+            last = later.readings[-rule.readings :]
+            values = np.array([one.maps[rule.measure] for one in last])
+            found += rule_alarms(rule, [one.step for one in last], values, names)
+        fresh = [alarm for alarm in found if (alarm.kind, alarm.head) not in known]
+        return replace(reading, alarms=tuple(fresh))
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per step and head: layer, head, sick and every measure (needs pandas)."""
+        from headwise.frames import frame
+
+        return frame([row for reading in self.readings for row in self._rows(reading)])
+
+    def _rows(self, reading: Reading) -> list[dict[str, object]]:
+        model = self.settings.model
+        return [
+            {
+                "step": reading.step,
+                "layer": model.layer_numbers[row],
+                "head": index,
+                "sick": str(Head(model.layer_numbers[row], index)) in reading.sick,
+                **{name: float(values[row, index]) for name, values in reading.maps.items()},
+            }
+            for row, index in np.ndindex(*model.shape)
+        ]
+
+    def _repr_html_(self) -> str:
+        from headwise.diagnosis.view import grid_html
+
+        told = (
+            f"step {self.steps[-1]}, {len(self.alarms)} alarms" if self.readings else "no reading"
+        )
+        return f"<p>{told}</p>" + (grid_html(self.diagnosis()) if self.readings else "")
+
+    @staticmethod
+    def load(folder: Path | str) -> Film:
+        """Read a finished film; a half line at its end is an error."""
+        folder = Path(folder)
+        if folder.name == FILM:
+            folder = folder.parent
+        settings = WatchSettings.load(folder)
+        rows = [from_plain(Reading, row, folder / FILM) for row in read_lines(folder / FILM)]
+        film = Film(settings)
+        for reading in rows:
+            _require_shape(reading, settings.model.shape, folder / FILM)
+            film = film.with_reading(reading)
+        return film
+
+
+def _require_shape(reading: Reading, shape: tuple[int, int], path: Path) -> None:
+    wrong = [name for name, values in reading.maps.items() if values.shape != shape]
+    if wrong:
+        raise ArtefactError(
+            f"{wrong[0]} at step {reading.step} is not of {shape} heads", where=path
+        )
+
+
+def append_reading(folder: Path, reading: Reading) -> None:
+    """Write one more line, flushed to disk."""
+    line = json.dumps(to_plain(reading), sort_keys=True, allow_nan=False) + "\n"
+    try:
+        with (folder / FILM).open("ab") as file:
+            file.write(line.encode())
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise ArtefactError(f"cannot write the film ({error})", where=folder / FILM) from None
+
+
+def resumed_film(folder: Path, settings: WatchSettings, until: int) -> Film:
+    """A film to go on with: half a line and readings after step `until` are cut off.
+
+    What decides the numbers must be what it was; the weights need not, they are trained.
+    """
+    path = folder / FILM
+    whole = path.read_bytes()
+    kept = whole[: whole.rfind(b"\n") + 1]
+    rows = [row for row in kept.splitlines(True) if _step_of(row, path) <= until]
+    if b"".join(rows) != whole:
+        write_bytes(path, b"".join(rows))
+    film = Film.load(folder)
+    if not _same_film(film.settings, settings):
+        raise ArtefactError(
+            "this film was made of another model, or on other texts or lengths",
+            where=folder / WATCH,
+            fix="go on with the settings it began with, or choose another folder",
+        )
+    return film
+
+
+def _step_of(row: bytes, path: Path) -> int:
+    try:
+        return int(json.loads(row)["step"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ArtefactError(
+            f"a line of the film cannot be read ({error})", where=path, fix="choose another folder"
+        ) from None
+
+
+def _same_film(one: WatchSettings, other: WatchSettings) -> bool:
+    def told(settings: WatchSettings) -> tuple[object, ...]:
+        found = settings.provenance
+        return settings.model.shape, found.texts, found.settings, settings.thresholds
+
+    return told(one) == told(other)

@@ -1,0 +1,236 @@
+"""Kills at random moments of every resumable verb, and what else stops a run.
+
+A child is forked, does the work, and is killed; so a kill costs a fraction of a second and not the
+seconds that importing torch takes. What the last resume leaves must be what an undisturbed run
+leaves, byte by byte (the speed of a step apart).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from campaigns import desk
+from campaigns.tally import Tally
+from headwise.errors import HeadwiseError
+from headwise.studies.run import run_study
+
+Work = Callable[..., object]
+KILLS_A_RUN = 4
+TRACEBACK = "traceback.txt"
+PATIENCE = 300  # seconds after which a run counts as hung
+# a study loads models, plasticity starts interpreters: ten times the cost of the others
+ROUNDS = {"study": 2, "plasticity": 1, "repair --treatment auto": 4}
+FAULTS = ("SIGTERM", "full disk", "two writers", "read-only folder", "a file for a folder")
+
+
+def _study(out, *, folder, resume=False):
+    run_study(desk.small_study(folder), out=out)
+
+
+def _plasticity(out, *, folder, resume=False):
+    desk.run_plasticity(out, folder / "qk", resume=resume)
+
+
+def works(folder: Path) -> dict[str, Work]:
+    """Every resumable verb."""
+    desk.saved_model(folder)
+    desk.run_capture(folder / "qk")
+    return {
+        **desk.verbs,
+        "study": partial(_study, folder=folder),
+        "plasticity": partial(_plasticity, folder=folder),
+    }
+
+
+def start(
+    work: Work, out: Path, *, resume: bool, before: Callable[[], object] | None = None
+) -> int:
+    """Fork a child that does the work: it exits with 0, 1 (told), 2 (a traceback) or 130."""
+    process = os.fork()
+    if process:
+        return process
+    code = 2
+    try:
+        os.setpgid(0, 0)
+        null = os.open(os.devnull, os.O_RDWR)
+        for number in (1, 2):
+            os.dup2(null, number)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        if before is not None:
+            before()
+        work(out, resume=resume)
+        code = 0
+    except HeadwiseError:
+        code = 1
+    except KeyboardInterrupt:
+        code = 130
+    except Exception:  # noqa: BLE001 - a traceback is what is looked for
+        (out.parent / TRACEBACK).write_text(traceback.format_exc())
+    finally:
+        os._exit(code)
+
+
+def _traceback(out: Path) -> str:
+    path = out.parent / TRACEBACK
+    return "\n" + path.read_text()[-800:] if path.exists() else ""
+
+
+def wait(process: int) -> int | None:
+    """The exit code, minus the signal that ended it; None if it had to be given up."""
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end:
+        done, status = os.waitpid(process, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    return None
+
+
+def digest(out: Path) -> dict[str, str]:
+    """A hash of every file that a run leaves, hidden ones and speeds left out."""
+    found = {}
+    for path in sorted(out.rglob("*")):
+        name = str(path.relative_to(out))
+        if path.is_file() and not any(part.startswith(".") for part in path.parts):
+            found[name] = hashlib.sha256(_content(path)).hexdigest()
+    return found
+
+
+def _content(path: Path) -> bytes:
+    if path.name != "trace.jsonl":
+        return path.read_bytes()
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return json.dumps([{**row, "tokens_per_second": 0} for row in rows]).encode()
+
+
+def kill(folder: Path, count: int, seed: int, minutes: float | None = None) -> Tally:
+    """At least `count` kills over all verbs in turn, and every other fault once a verb."""
+    tally, chance = Tally("kills"), random.Random(seed)
+    end = time.monotonic() + 60 * minutes if minutes else float("inf")
+    verbs = works(folder)
+    whole = {name: _undisturbed(work, folder / "whole", chance) for name, work in verbs.items()}
+    for name, work in verbs.items():
+        for fault in FAULTS:
+            _disturb(tally, name, work, folder / "fault", whole[name], fault, chance)
+    names = list(verbs)
+    number = 0
+    while tally.tried.total() < count and time.monotonic() < end:
+        name = names[number % len(names)]
+        number += 1
+        if number > ROUNDS.get(name, count) * len(names):
+            continue
+        _killed_run(tally, name, verbs[name], folder / "run", whole[name], chance)
+    return tally
+
+
+def _undisturbed(work: Work, out: Path, chance: random.Random) -> tuple[dict[str, str], float]:
+    shutil.rmtree(out, ignore_errors=True)
+    started = time.monotonic()
+    code = wait(start(work, out, resume=False))
+    assert code == 0, f"an undisturbed run ended with {code}"
+    return digest(out), time.monotonic() - started
+
+
+def _killed_run(tally, name, work, out, whole, chance):
+    """Kill a run a few times, then let it finish."""
+    shutil.rmtree(out, ignore_errors=True)
+    expected, seconds = whole
+    kills = 0
+    for _ in range(KILLS_A_RUN):
+        process = start(work, out, resume=out.exists())
+        time.sleep(chance.random() * seconds)
+        os.kill(process, signal.SIGKILL)
+        code = wait(process)
+        if code == -signal.SIGKILL:
+            kills += 1
+        elif code != 0:
+            return tally.fails(name, f"ended with {code} before its kill{_traceback(out)}")
+    return _finish(tally, name, work, out, expected, max(kills, 1), "resumed to the same bytes")
+
+
+def _finish(tally, name, work, out, expected, count, how):
+    code = wait(start(work, out, resume=True))
+    if code != 0:
+        return tally.fails(name, f"could not be resumed: {code}{_traceback(out)}", lost=True)
+    found = digest(out)
+    if found != expected:
+        apart = [key for key in found.keys() | expected if found.get(key) != expected.get(key)]
+        return tally.fails(name, f"other bytes in {sorted(apart)}")
+    left = [str(path) for path in out.rglob(".*.tmp")]
+    if left:
+        return tally.fails(name, f"left behind: {left}", lost=True)
+    return tally.survives(name, how, count)
+
+
+def _disturb(tally, name, work, out, whole, fault, chance):
+    """One fault that is no kill; the run must end in a word, and go on afterwards."""
+    shutil.rmtree(out, ignore_errors=True)
+    expected, seconds = whole
+    if fault == "two writers":
+        return _two_writers(tally, name, work, out, expected)
+    if fault == "a file for a folder":
+        return _told(tally, fault, work, _file_at(out))
+    if fault == "read-only folder":
+        out.mkdir(mode=0o555)
+        return _told(tally, fault, work, out, partial(os.setuid, 65534))
+    if fault == "full disk":
+        sizes = (resource.RLIMIT_FSIZE, (chance.randrange(200, 8000),) * 2)
+        code = wait(start(work, out, resume=False, before=partial(resource.setrlimit, *sizes)))
+    else:
+        process = start(work, out, resume=False)
+        time.sleep(chance.random() * seconds)
+        os.kill(process, signal.SIGTERM)
+        code = wait(process)
+    if code not in (0, 1, 130, -signal.SIGTERM):
+        return tally.fails(fault, f"{name} ended with {code}{_traceback(out)}")
+    return _finish(tally, fault, work, out, expected, 1, "told, then resumed to the same bytes")
+
+
+def _file_at(out: Path) -> Path:
+    out.parent.mkdir(exist_ok=True)
+    out.write_text("a file")
+    return out
+
+
+def _told(tally, fault, work, out, before=None):
+    code = wait(start(work, out, resume=False, before=before))
+    if out.is_file():
+        out.unlink()
+    else:
+        shutil.rmtree(out, ignore_errors=True)
+    if code != 1:
+        return tally.fails(fault, f"ended with {code}, not with a word")
+    return tally.survives(fault, "told")
+
+
+def _two_writers(tally, name, work, out, expected):
+    """The second of two processes in one folder is refused, the first one is not disturbed."""
+    first = start(work, out, resume=False)
+    while not (out / ".lock").exists():
+        if os.waitpid(first, os.WNOHANG)[0]:
+            return tally.fails("two writers", f"{name} never held its folder")
+        time.sleep(0.001)
+    os.kill(first, signal.SIGSTOP)
+    second = wait(start(work, out, resume=True))
+    os.kill(first, signal.SIGCONT)
+    code = wait(first)
+    if second != 1 or code != 0:
+        return tally.fails(
+            "two writers", f"{name}: the first ended with {code}, the second {second}"
+        )
+    if digest(out) != expected:
+        return tally.fails("two writers", f"{name}: other bytes")
+    return tally.survives("two writers", "the second was refused")

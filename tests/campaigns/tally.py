@@ -1,0 +1,51 @@
+"""The table of a campaign."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+
+KEPT_EXAMPLES = 5
+
+
+@dataclass
+class Tally:
+    """Counts by kind; `wrong` is a wrong result or a traceback, `lost` is lost work or a hang."""
+
+    name: str
+    tried: Counter = field(default_factory=Counter)
+    survived: Counter = field(default_factory=Counter)
+    wrong: Counter = field(default_factory=Counter)
+    lost: Counter = field(default_factory=Counter)
+    notes: Counter = field(default_factory=Counter)  # how they survived
+    examples: list[str] = field(default_factory=list)
+
+    def survives(self, kind, how, count=1):
+        self.tried[kind] += count
+        self.survived[kind] += count
+        self.notes[how] += count
+
+    def fails(self, kind, example, *, lost=False):
+        self.tried[kind] += 1
+        (self.lost if lost else self.wrong)[kind] += 1
+        if len(self.examples) < KEPT_EXAMPLES:
+            self.examples.append(f"{kind}: {example}"[:1500])
+
+    @property
+    def clean(self):
+        return not self.wrong and not self.lost
+
+    def __str__(self):
+        columns = (self.tried, self.survived, self.wrong, self.lost)
+        rows = [[kind, *(str(column[kind]) for column in columns)] for kind in sorted(self.tried)]
+        rows.append(["all", *(str(column.total()) for column in columns)])
+        lines = [f"| {self.name} | tried | survived | wrong | lost |", "|---|---|---|---|---|"]
+        lines += [f"| {' | '.join(row)} |" for row in rows]
+        lines += ["", ", ".join(f"{how}: {n}" for how, n in sorted(self.notes.items()))]
+        return "\n".join([*lines, *self.examples])
+
+    def told(self):
+        sys.stdout.write(f"{self}\n")
+        sys.stdout.flush()
+        return self

@@ -1,0 +1,232 @@
+"""Handing a repair over: exact adapters, directories that stay what they were, cards, the hub."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+import headwise
+from conftest import tiny_language_model
+from headwise.errors import HeadwiseError, ModelError
+from headwise.handover.adapter import export_peft, split_rank
+from headwise.handover.merging import apply_patches
+from headwise.handover.weight_files import RECORD
+from headwise.heads import Head
+from headwise.models.loading import load_model
+from headwise.models.patch import Patch, Slice
+from headwise.models.patch_info import PatchInfo
+from headwise.models.slices import spans_of
+from reportstudy import build_study
+
+HEADS = [Head(0, 1), Head(1, 2), Head(1, 3)]
+IDS = torch.arange(3, 35)[None]
+
+
+def patch_of(model, change, roles="q", heads=HEADS) -> Patch:
+    """A patch that writes `change(slice)` into some heads' slices."""
+    slices = {}
+    for name, span in spans_of(model, heads, roles).items():
+        before = span.of(model).detach().clone()
+        slices[name] = Slice(span, before, change(before).to(before.dtype))
+    return Patch(slices, PatchInfo(base_model="tiny"))
+
+
+def released(part):
+    """As `release` does: what points along one direction of the head goes."""
+    dim = min(part.shape)  # of Conv1D the head stands across
+    u = torch.nn.functional.normalize(torch.linspace(-1, 1, dim), dim=0)
+    if part.ndim == 1:
+        return part - u * (u @ part)
+    if part.shape[0] == dim:
+        return part - torch.outer(u, u @ part)
+    return part - torch.outer(part @ u, u)
+
+
+def weights_only(patch: Patch) -> Patch:
+    kept = {name: part for name, part in patch.slices.items() if not name.endswith("_bias")}
+    return Patch(kept, patch.info)
+
+
+def folder_of(model, tokenizer, folder, **options):
+    model.save_pretrained(folder, **options)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom", "gpt2", "qwen2"])
+@pytest.mark.parametrize("biases", [False, True])
+def test_an_adapter_has_the_logits_of_the_patched_model(family, biases, tokenizer, tmp_path):
+    folder = folder_of(tiny_language_model(family), tokenizer, tmp_path / "base")
+    loaded = load_model(str(folder), bos=False)
+    patch = patch_of(loaded.model, released)
+    patch = patch if biases else weights_only(patch)
+    made = export_peft(loaded, patch, tmp_path / "adapter")
+    assert made.rank == 2  # one direction a head, two heads in layer 1
+    with torch.no_grad(), patch.applied(loaded.model):
+        expected = loaded.model(IDS).logits
+    fresh = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        stock = fresh(IDS).logits
+        adapted = PeftModel.from_pretrained(fresh, tmp_path / "adapter")(IDS).logits
+    size = expected.abs().max()  # these random models have logits of up to 20
+    assert (adapted - expected).abs().max() < 1e-5 * size < (stock - expected).abs().max()
+    assert made.largest_difference < 1e-5 * size
+    assert not any("lora" in name for name, _ in loaded.model.named_modules())
+
+
+def test_the_same_patch_gives_the_same_adapter(tokenizer, tmp_path):
+    folder = folder_of(tiny_language_model("bloom"), tokenizer, tmp_path / "base")
+    loaded = load_model(str(folder), bos=False)
+    for name in ("a", "b"):
+        export_peft(loaded, patch_of(loaded.model, released), tmp_path / name)
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+
+
+def test_a_patch_of_full_rank_says_its_rank_and_is_exported_on_request(model_dir, tmp_path):
+    loaded = load_model(str(model_dir), bos=False)
+    patch = patch_of(loaded.model, lambda part: torch.randn(part.shape), "qkvo", HEADS)
+    with pytest.raises(HeadwiseError, match=r"not of low rank: .* changes with rank \d+ of"):
+        export_peft(loaded, patch, tmp_path / "adapter")
+    made = export_peft(loaded, patch, tmp_path / "adapter", full_rank=True)
+    assert made.largest_difference < 1e-3
+    with pytest.raises(HeadwiseError, match="changes nothing"):
+        export_peft(loaded, Patch({}), tmp_path / "none")
+
+
+def test_rounding_does_not_count_as_rank():
+    torch.manual_seed(0)
+    weight = torch.randn(24, 192)
+    after = weight - torch.outer(torch.randn(24), torch.randn(192))
+    change = after.double() - weight.double()
+    assert torch.linalg.matrix_rank(change) == 24
+    a, b = split_rank(change, torch.finfo(torch.float32).eps * float(after.norm()))
+    assert a.shape == (1, 192)
+    torch.testing.assert_close((b @ a).double(), change, atol=1e-5, rtol=0)
+
+
+# --- merged directories --------------------------------------------------------------------------
+
+
+def digests(folder):
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.iterdir()}
+
+
+def tensors_of(folder):
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(str(path), framework="pt") as file:
+            found |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom", "gpt2"])
+@pytest.mark.parametrize("shards", ["1GB", "40KB"])
+def test_a_half_precision_base_is_merged_and_undone_to_the_same_files(
+    family, shards, tokenizer, tmp_path
+):
+    model = tiny_language_model(family, sharpen=1.0).half()
+    base = folder_of(model, tokenizer, tmp_path / "base", max_shard_size=shards)
+    loaded = load_model(str(base), bos=False)  # float32
+    patch = patch_of(loaded.model, lambda part: part + 1e-5 * torch.rand(part.shape))
+    merged = apply_patches(loaded, [patch], tmp_path / "merged")
+    assert {p.name for p in base.iterdir()} == {p.name for p in merged.iterdir()} - {RECORD}
+    plain = AutoModelForCausalLM.from_pretrained(merged)
+    for name, value in loaded.model.named_parameters():  # it carries the patch
+        assert torch.equal(plain.get_parameter(name), value), name
+    before, after = tensors_of(base), tensors_of(merged)
+    kept = [name for name in before if torch.equal(before[name].float(), after[name].float())]
+    assert all(after[name].dtype == torch.float16 for name in kept)
+    assert 0 < len(before) - len(kept) <= 4
+    back = apply_patches(load_model(str(merged), bos=False), [patch], tmp_path / "back", undo=True)
+    assert digests(back) == digests(base)
+
+
+def test_values_that_fit_keep_the_bases_precision(tokenizer, tmp_path):
+    base = folder_of(tiny_language_model("llama").half(), tokenizer, tmp_path / "base")
+    loaded = load_model(str(base), bos=False)
+    merged = apply_patches(loaded, [patch_of(loaded.model, torch.zeros_like)], tmp_path / "merged")
+    assert {value.dtype for value in tensors_of(merged).values()} == {torch.float16}
+    assert json.loads((merged / "config.json").read_text())["dtype"] == "float16"
+
+
+def test_what_was_changed_in_memory_is_not_lost(model_dir, tmp_path):
+    loaded = load_model(str(model_dir), bos=False)
+    patch = patch_of(loaded.model, torch.zeros_like)
+    with torch.no_grad():
+        loaded.model.lm_head.weight.mul_(2)
+    merged = apply_patches(loaded, [patch], tmp_path / "merged")
+    again = load_model(str(merged), bos=False).model
+    assert torch.equal(again.lm_head.weight, loaded.model.lm_head.weight)
+
+
+# --- cards and the hub -----------------------------------------------------------------------
+
+
+def test_a_card_tells_what_was_done_with_controls_and_goes_to_a_folder(model_dir, tmp_path):
+    study = build_study(tmp_path / "study", seeds=(0,))
+    copy = tmp_path / "model"
+    folder_of(load_model(str(model_dir)).model, load_model(str(model_dir)).tokenizer, copy)
+    assert headwise.push(copy, str(tmp_path / "hub"), run=study) == str(tmp_path / "hub")
+    card = (tmp_path / "hub" / "README.md").read_text()
+    assert card.startswith("---\n")
+    for words in ("## What was done", "| gradient-only |", "95% interval", "--undo"):
+        assert words in card
+    assert (tmp_path / "hub" / "config.json").exists()
+    with pytest.raises(ModelError, match="no model and no adapter"):
+        headwise.push(study, str(tmp_path / "hub"))
+
+
+def test_a_run_without_evaluation_makes_no_claim(tmp_path):
+    study = build_study(tmp_path / "study", seeds=(0,))
+    run = study / "runs" / "sham-s0"
+    for name in ("evaluation.json", "comparison.json", "diagnosis.json"):
+        (run / name).unlink(missing_ok=True)
+    assert "No claim is made." in headwise.model_card(run)
+
+
+def test_a_comparison_is_also_a_csv(tmp_path):
+    from headwise.proof.comparison import Comparison
+
+    study = build_study(tmp_path / "study", seeds=(0,))
+    found = Comparison.load(study / "runs" / "surgery-s0" / "comparison.json")
+    lines = found.to_csv().splitlines()
+    assert lines[0].startswith("layer,head,delta_")
+    assert len(lines) == 1 + 64
+    assert found.to_frame().shape[0] == 64
+
+
+@pytest.mark.slow
+def test_the_harness_reads_a_merged_directory(model_dir, tmp_path):
+    harness = pytest.importorskip("lm_eval.models.huggingface")
+    loaded = load_model(str(model_dir), bos=False)
+    merged = apply_patches(loaded, [patch_of(loaded.model, torch.zeros_like)], tmp_path / "merged")
+    wrapped = harness.HFLM(pretrained=str(merged), device="cpu", dtype="float32")
+    with torch.no_grad():
+        assert torch.equal(wrapped.model(IDS).logits, loaded.model(IDS).logits)
+
+
+@pytest.mark.slow
+def test_transformer_lens_reads_a_merged_directory(tokenizer, tmp_path):
+    lens = pytest.importorskip("transformer_lens.model_bridge")
+    base = folder_of(tiny_language_model("gpt2"), tokenizer, tmp_path / "base")
+    loaded = load_model(str(base), bos=False)
+    merged = apply_patches(loaded, [patch_of(loaded.model, released)], tmp_path / "merged")
+    bridge = lens.TransformerBridge.boot_transformers(str(merged), device="cpu")
+    with torch.no_grad():
+        torch.testing.assert_close(bridge(IDS), loaded.model(IDS).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_every_artefact_is_a_frame():
+    """Whatever a verb gives back can go on in pandas."""
+    kinds = (
+        "Diagnosis Triage Survey SurgeryPlan RepairRun Therapy Evaluation Comparison Completions"
+    )
+    for name in [*kinds.split(), "Plasticity", "StudySummary", "Film"]:
+        assert callable(getattr(headwise, name).to_frame), name
