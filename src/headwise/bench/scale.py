@@ -154,7 +154,8 @@ def _streamed(
     sample.write_text("".join(json.dumps({"text": _text(n, length)}) + "\n" for n in range(texts)))
     read = _read_seconds(model)
     command = ["diagnose", str(model), "--texts", str(sample), "--max-length", str(length)]
-    command += ["--batch-size", "2", "--no-bos", "--no-figures", "--out", str(folder / "d")]
+    command += ["--batch-size", "2", "--stream", "--no-bos", "--no-figures"]
+    command += ["--out", str(folder / "d")]
     started, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     peak = _limited([sys.executable, "-m", "headwise", *command], limit_gb)
     wall, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)

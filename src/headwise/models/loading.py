@@ -36,7 +36,7 @@ from headwise.models.loaded_model import LoadedModel
 from headwise.models.offloading import held_tensor
 from headwise.models.patch import Patch
 from headwise.models.patient import PATIENTS, empty_patch_path, patient_dir
-from headwise.models.stored_weights import empty_model, stored_tensors, stored_weights
+from headwise.models.stored_weights import StoredTensor, empty_model, stored_tensors, stored_weights
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
 
@@ -68,6 +68,8 @@ def load_model(
     beside the weights. `stream` leaves the weights in their files, from which they are read layer
     by layer; by default that is done if they do not fit into memory.
     """
+    if dtype is not None and dtype not in DTYPES:
+        raise ModelError(f"unknown --dtype {dtype!r}", fix=" or ".join(DTYPES))
     path = patient_dir() if name in PATIENTS else Path(name)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     source: str = str(path) if is_there(path) else name
@@ -80,7 +82,7 @@ def load_model(
     with quietly():
         words = _load_tokenizer(tokenizer or source, options)
         if _streams(path, dtype, device_map, stream):
-            model = empty_model(path, _stream_type(dtype), **options)
+            model = _streamed_weights(path, options, dtype)
         else:
             model = _load_weights(source, options, dtype, device_map, allow_pickle)
     _forget_quantization(model)
@@ -101,7 +103,7 @@ def _streams(
 ) -> bool:
     """Whether the weights stay in their files: asked for, or larger than memory."""
     if asked is None:
-        return path.is_dir() and device_map is None and _too_large(path, _stream_type(dtype))
+        return path.is_dir() and device_map is None and _too_large(path, dtype)
     if asked and not any(path.glob("*.safetensors")):
         raise ModelError(
             "only a directory with safetensors files can be streamed",
@@ -111,15 +113,34 @@ def _streams(
     return asked
 
 
-def _stream_type(dtype: str | None) -> torch.dtype:
-    found = getattr(torch, dtype or "float32", None)
-    return found if isinstance(found, torch.dtype) else torch.float32
+def _stream_type(stored: Mapping[str, StoredTensor], dtype: str | None) -> torch.dtype:
+    """The precision asked for; `auto` is that of the largest tensor."""
+    if dtype == "auto" and stored:
+        return max(stored.values(), key=lambda one: one.numel).dtype
+    found: torch.dtype = getattr(torch, dtype or "float32", torch.float32)
+    return found
 
 
-def _too_large(path: Path, dtype: torch.dtype) -> bool:
+def _too_large(path: Path, dtype: str | None) -> bool:
     """Whether the weights, in the precision asked for, leave no memory to work in."""
-    needed = sum(one.numel for one in stored_tensors(path).values()) * dtype.itemsize
+    stored = stored_tensors(path)
+    needed = sum(one.numel for one in stored.values()) * _stream_type(stored, dtype).itemsize
     return needed > _ROOM * free_memory()
+
+
+def _streamed_weights(path: Path, options: dict[str, Any], dtype: str | None) -> PreTrainedModel:
+    try:
+        model = empty_model(path, _stream_type(stored_tensors(path), dtype), **options)
+    except ModelError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever a config can make transformers raise
+        raise ModelError(
+            f"the model could not be loaded ({_first_line(error)})",
+            where=path,
+            fix="check its config.json",
+        ) from None
+    _require_heads(model, str(path))
+    return model
 
 
 def free_memory() -> int:
@@ -204,8 +225,6 @@ def _load_weights(
     allow_pickle: bool,
 ) -> PreTrainedModel:
     chosen = dtype or ("bfloat16" if device_map and torch.cuda.is_available() else "float32")
-    if chosen not in DTYPES:
-        raise ModelError(f"unknown --dtype {chosen!r}", fix=" or ".join(DTYPES))
     if "gguf_file" not in options:
         options = {**options, "use_safetensors": None if allow_pickle else True}
     try:

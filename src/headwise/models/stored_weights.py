@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from headwise.errors import ModelError
+from headwise.models.tensor_files import LARGEST_HEADER, require_length
 
 _TYPES = {
     "F64": torch.float64,
@@ -109,15 +110,32 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """The tensors of all safetensors files of a model directory."""
     found: dict[str, StoredTensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(size))
-        for name, entry in header.items():
-            if name != "__metadata__":
-                offset = 8 + size + int(entry["data_offsets"][0])
-                dtype = _TYPES.get(entry["dtype"], torch.uint8)
-                found[name] = StoredTensor(path, offset, dtype, tuple(entry["shape"]))
+        try:
+            found |= _tensors_of(path)
+        except (OSError, ValueError, AttributeError, TypeError, LookupError) as error:
+            raise ModelError(
+                f"the weight file is damaged or cut off ({str(error)[:200]})",
+                where=path,
+                fix="download or copy the weights again",
+            ) from None
     return found
+
+
+def _tensors_of(path: Path) -> dict[str, StoredTensor]:
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(min(size, LARGEST_HEADER)))
+    header.pop("__metadata__", None)
+    require_length(header, 8 + size, path.stat().st_size)
+    return {
+        name: StoredTensor(
+            path,
+            8 + size + int(entry["data_offsets"][0]),
+            _TYPES.get(entry["dtype"], torch.uint8),
+            tuple(entry["shape"]),
+        )
+        for name, entry in header.items()
+    }
 
 
 def stored_bytes(folder: Path) -> int:
