@@ -91,7 +91,7 @@ def weight_bits(model):
 def opened(model, plan, tmp_path, *, recipe=TINY_RECIPE, corpus=None, reinit=True, seed=0):
     """A job on the operated model, which is given back as it was."""
     start = operate(model, plan) if reinit else unchanged(model, plan)
-    masters = tuple(make_masters(start.slices, torch.device("cpu")))
+    masters = tuple(make_masters(start.slices, model))
     start.apply(model)
     lowest = min(head.layer for head in plan.target_heads)
     try:

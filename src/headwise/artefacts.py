@@ -19,13 +19,19 @@ from typing import IO, Any
 
 from headwise.errors import ArtefactError
 from headwise.integrity.checksums import CHECKSUM, check_text, sealed_text
+from headwise.ranks import is_first, may_write
 
 SCHEMA_VERSION = 1
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> Path:
-    """Let `write` fill a temporary file beside `path`, flush it to disk and rename it."""
+    """Let `write` fill a temporary file beside `path`, flush it to disk and rename it.
+
+    Of several processes that work as one only the first writes.
+    """
     path = Path(path)
+    if not may_write():
+        return path
     temporary: str | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,6 +59,8 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> Path:
 
 def sweep(folder: Path) -> None:
     """Remove the temporary files that a killed process left; only whoever resumes may call it."""
+    if not is_first():
+        return
     for half_written in Path(folder).rglob(".*.tmp"):
         if half_written.is_file():  # a folder is a half-written model, which `apply` removes
             half_written.unlink(missing_ok=True)

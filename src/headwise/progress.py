@@ -10,7 +10,7 @@ listener may refuse by raising.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -26,11 +26,16 @@ def silent(title: str, done: int, total: int, note: str) -> None:
 
 def track(items: Sequence[Item], title: str, progress: Progress) -> Iterator[Item]:
     """Iterate and tell how many items are done."""
-    if items:
-        progress(title, 0, len(items), "")
+    return told(items, len(items), title, progress)
+
+
+def told(items: Iterable[Item], count: int, title: str, progress: Progress) -> Iterator[Item]:
+    """The same for items that are made on the way, of which the number is known."""
+    if count:
+        progress(title, 0, count, "")
     for done, item in enumerate(items, 1):
         yield item
-        progress(title, done, len(items), "")
+        progress(title, done, count, "")
 
 
 def stage(line: str, progress: Progress) -> None:

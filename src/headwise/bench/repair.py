@@ -262,7 +262,7 @@ def _headwise(model: Any, length: int, folder: Path, **options: Any) -> Work:
     spans = spans_of(model, _operated(model))
     values = read_slices(model, spans)
     slices = {name: Slice(span, values[name], values[name]) for name, span in spans.items()}
-    masters = tuple(make_masters(slices, torch.device("cpu")))
+    masters = tuple(make_masters(slices, model))
     del slices, values
     batch = Batch(_ids(length), torch.tensor([length]), (0,))
     corpus = Corpus("bench", (batch,), (), CorpusInfo("bench"))

@@ -44,12 +44,26 @@ def _plasticity(model: str | None, repeats: int, out: Path, progress: Progress) 
     return bench_plasticity()
 
 
+def _scale(model: str | None, repeats: int, out: Path, progress: Progress) -> Rows:
+    from headwise.bench.scale import bench_scale
+
+    return bench_scale(folder=out / "scale", progress=progress)
+
+
+def _gpu(model: str | None, repeats: int, out: Path, progress: Progress) -> Rows:
+    from headwise.bench.sizing import gpu_rows
+
+    return list(gpu_rows())
+
+
 BENCHMARKS: dict[str, Callable[[str | None, int, Path, Progress], Rows]] = {
     "diagnose": _diagnose,
     "repair": _repair,
     "ablation": _ablation,
     "triage": _triage,
     "plasticity": _plasticity,
+    "scale": _scale,
+    "gpu": _gpu,
 }
 
 

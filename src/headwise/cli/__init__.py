@@ -12,6 +12,7 @@ import sys
 from headwise.cli import handover, heads, proof, repair, study, triage, watch  # noqa: F401 - they register verbs
 from headwise.cli.app import app
 from headwise.errors import HeadwiseError
+from headwise.ranks import Place, joined, silent_unless_first
 
 __all__ = ["app", "main"]
 
@@ -20,13 +21,22 @@ def main() -> None:
     """Run the command line; known failures become one message and exit code 1."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends a run as Ctrl-C does
     try:
-        app()
-    except HeadwiseError as error:
-        sys.stderr.write(f"headwise: {error}\n")
-        sys.exit(1)
+        with joined() as place:
+            _run(place)
     except BrokenPipeError:
         sys.exit(1)
     except OSError as error:  # a path that no disk can hold, or that may not be looked at
         where = f"\n  where  {str(error.filename)[:200]}" if error.filename else ""
         sys.stderr.write(f"headwise: {error.strerror or error}{where}\n  fix    check the path\n")
+        sys.exit(1)
+
+
+def _run(place: Place) -> None:
+    """One of the processes that work as one; the first speaks for all, but each names its error."""
+    try:
+        with silent_unless_first():
+            app()
+    except HeadwiseError as error:
+        who = f" ({place})" if place.world > 1 else ""
+        sys.stderr.write(f"headwise{who}: {error}\n")
         sys.exit(1)

@@ -26,6 +26,7 @@ from headwise.cli.options import (
     Seed,
     Sink,
     SkipQueries,
+    Stream,
     Texts,
     alarm,
     choice,
@@ -53,6 +54,7 @@ def diagnose(
     figures: Figures = True,
     device_map: DeviceMap = None,
     dtype: Dtype = None,
+    stream: Stream = None,
     allow_pickle: AllowPickle = False,
     trust_remote_code: RemoteCode = False,
     quiet: Quiet = False,
@@ -66,7 +68,7 @@ def diagnose(
 
     chosen = chosen_texts(texts, lines, model, most=120)  # enough for a map, in seconds
     how = (dtype, device_map, allow_pickle, trust_remote_code)
-    loaded = load_reader(model, how, bos, quiet, max_length=max_length)
+    loaded = load_reader(model, how, bos, quiet, max_length=max_length, stream=stream)
     with resumable("nothing was written"), progress_bars(quiet) as progress:
         diagnosis = run(
             loaded,

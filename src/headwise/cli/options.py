@@ -60,10 +60,22 @@ Bos = Annotated[
 SkipQueries = Annotated[int, typer.Option(help="Leave out the first N queries.", min=0)]
 
 
-DeviceMap = Annotated[str | None, typer.Option(help="Passed to transformers, e.g. `auto`.")]
+DeviceMap = Annotated[
+    str | None, typer.Option(help="`auto`, or a .json of module: device (cpu, disk, 0).")
+]
 
 
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")]
+
+
+Stream = Annotated[
+    bool | None,
+    typer.Option(
+        "--stream/--no-stream",
+        help="Read weights from disk layer by layer; default: if they exceed memory.",
+        show_default=False,
+    ),
+]
 
 
 AllowPickle = Annotated[bool, typer.Option("--allow-pickle", help="Also load pickled weights.")]
@@ -183,6 +195,7 @@ def load(
     remote: bool,
     *,
     bos: bool | None = None,
+    stream: bool | None = None,
 ) -> LoadedModel:
     """Load a model with the usual options."""
     from headwise.models.architectures import is_proposed
@@ -195,6 +208,7 @@ def load(
         allow_pickle=pickle,
         trust_remote_code=remote,
         bos=bos,
+        stream=stream,
     )
     if is_proposed(loaded.model):
         _prove(loaded)
@@ -221,6 +235,7 @@ def load_reader(
     *,
     inherited: Sequence[tuple[bool | None, str]] = (),
     max_length: int | None = None,
+    stream: bool | None = None,
 ) -> LoadedModel:
     """Load a model that is to read text, and say how its texts will start and where they end.
 
@@ -228,10 +243,15 @@ def load_reader(
     first tokens of artefacts that the work goes on from, with their names.
     """
     from headwise.cli.show import console
+    from headwise.models.stored_weights import stored_weights
 
     screen = console(quiet)
     screen.print(f"loading {name}", style="dim")
-    loaded = load(name, *how, bos=bos)
+    loaded = load(name, *how, bos=bos, stream=stream)
+    stored = stored_weights(loaded.model)
+    if stored is not None:
+        size = f"{stored.num_bytes / 1e9:.1f} GB of weights stay on disk"
+        screen.print(f"streaming: {size}; all texts go through one layer before the next is read")
     for value, source in inherited:
         loaded = loaded.inheriting(value, source)
     screen.print(str(loaded.first_token))
@@ -252,7 +272,9 @@ def alarm(alarms: Sequence[Alarm], quiet: bool) -> None:
     """Say what makes the numbers not worth believing, last and in red."""
     from rich.console import Console
 
-    screen = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
+    from headwise.ranks import is_first
+
+    screen = Console(stderr=True, quiet=quiet or not is_first(), highlight=False, soft_wrap=True)
     for found in alarms:
         screen.print(str(found), style="bold red", markup=False)
 

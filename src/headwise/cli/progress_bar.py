@@ -19,6 +19,7 @@ from rich.progress import (
 
 from headwise.cli.show import console
 from headwise.progress import Progress, silent
+from headwise.ranks import is_first
 
 _PLAIN_EVERY = 15.0  # seconds between plain progress lines
 
@@ -26,7 +27,7 @@ _PLAIN_EVERY = 15.0  # seconds between plain progress lines
 @contextmanager
 def progress_bars(quiet: bool) -> Iterator[Progress]:
     """What a verb gives to its library function; a bar that an error leaves behind is removed."""
-    if quiet:
+    if quiet or not is_first():
         yield silent
     elif sys.stderr.isatty():
         live = _LiveBar()

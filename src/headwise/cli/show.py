@@ -61,9 +61,23 @@ def print_sheets(sheets: Iterable[Sheet], quiet: bool) -> None:
         console(quiet).print(drawn(found))
 
 
+_WIDE = 6  # columns that a terminal of 80 has room for
+
+
+_CASES = 3  # cases side by side where measures stand one below the other
+
+
 def bench_tables(name: str, rows: Sequence[Mapping[str, object]]) -> list[Table | str]:
-    """A benchmark's rows; what is the same in all of them and what is a remark stands below."""
-    keys = list(dict.fromkeys(key for row in rows for key in row if key != "note"))
+    """A benchmark's rows, those of one kind together."""
+    kinds: dict[tuple[str, ...], list[Mapping[str, object]]] = {}
+    for row in rows:
+        kinds.setdefault(tuple(key for key in row if key != "note"), []).append(row)
+    return [item for found in kinds.values() for item in _bench_kind(name, found)]
+
+
+def _bench_kind(name: str, rows: Sequence[Mapping[str, object]]) -> list[Table | str]:
+    """One table, or several where it would be too wide; what is the same in all stands below."""
+    keys = [key for key in rows[0] if key != "note"]
     same = [key for key in keys if len(rows) > 1 and len({str(row.get(key)) for row in rows}) == 1]
     told = [key for key in keys if key not in same]
     cells = [[row.get(key) for key in told] for row in rows]
@@ -74,7 +88,16 @@ def bench_tables(name: str, rows: Sequence[Mapping[str, object]]) -> list[Table 
         for row in rows
         if row.get("note")
     ]
-    return [drawn(sheet(name, headings, cells)), *below]
+    if len(told) <= _WIDE:
+        return [drawn(sheet(name, headings, cells)), *below]
+    parts = [cells[start : start + _CASES] for start in range(0, len(cells), _CASES)]
+    return [*(drawn(_turned(name, headings, part)) for part in parts), *below]
+
+
+def _turned(name: str, headings: Sequence[str], cells: Sequence[Sequence[object]]) -> Sheet:
+    """Measures one below the other, cases side by side: names stay whole."""
+    first, *rest = zip(headings, *cells, strict=True)
+    return sheet(name, [str(word) for word in first], [list(row) for row in rest])
 
 
 def cost_tables(name: str, rows: Sequence[Sequence[object]]) -> list[Table | str]:

@@ -131,7 +131,8 @@ def _write_report(
 @app.command()
 def bench(
     what: Annotated[
-        str, typer.Argument(help="diagnose, repair, ablation, triage, plasticity or all")
+        str,
+        typer.Argument(help="diagnose, repair, ablation, triage, plasticity, scale, gpu or all"),
     ] = "all",
     model: Annotated[str | None, typer.Option(help="Model for `diagnose` and `triage`.")] = None,
     repeats: Annotated[int, typer.Option(help="Runs of each case.", min=1)] = 3,

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from jaxtyping import Float
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from headwise.alarms import Alarm, joined, loss_alarms
 from headwise.artefacts import versions
-from headwise.diagnosis.dormancy import weight_dormancy
+from headwise.diagnosis.dormancy import dormancy_of, dormant_weights
 from headwise.diagnosis.measures import Measured, measure_heads, positional_baseline
 from headwise.diagnosis.values import (
     Diagnosis,
@@ -27,13 +27,11 @@ from headwise.diagnosis.values import (
     diagnosis_from,
 )
 from headwise.forward.guard import guard
-from headwise.forward.losses import shifted_targets, token_losses
-from headwise.forward.tap import tapped
-from headwise.models.architectures import alibi_slopes, backbone_of, device_of, geometry_of
+from headwise.models.architectures import alibi_slopes, geometry_of
 from headwise.models.loaded_model import LoadedModel, takes_model
-from headwise.progress import Progress, silent, track
+from headwise.progress import Progress, silent
 from headwise.provenance import MeasureSettings, Provenance
-from headwise.texts.batches import DEFAULT_MAX_LENGTH, batches, encode_for
+from headwise.texts.batches import DEFAULT_MAX_LENGTH, Batch, batches, encode_for
 from headwise.texts.text_sets import TextSet, as_text_set
 from headwise.texts.unigram import unigram_loss
 
@@ -61,13 +59,17 @@ def diagnose(
     )
     lengths = [len(ids) for ids in encoded]
     guard(model, max(lengths))
+    sample, dormant = _sample(encoded), list[Tensor | None]()
     measured = measure_heads(
         model,
-        track(list(batches(encoded, batch_size)), "measuring heads", progress),
+        batches(encoded, batch_size),
         num_texts=len(encoded),
         max_length=max(lengths),
         skip_queries=skip_queries,
         pooled=True,
+        progress=progress,
+        visit=lambda layer: dormant.append(dormant_weights(model, layer)),
+        sample=sample,
     )
     maps = {**measured.means(), **_positional_maps(model, lengths, skip_queries)}
     return diagnosis_from(
@@ -78,29 +80,29 @@ def diagnose(
         profile=_profile(measured),
         pooled=_pooled(measured),
         sink_rate=_sink_rate(measured),
-        mlp_dormancy=weight_dormancy(model),
+        mlp_dormancy=dormancy_of(dormant),
         provenance=Provenance(
             texts=chosen.describe(sum(lengths)),
             settings=MeasureSettings(max_length, skip_queries, loaded.bos),
             versions=versions(),
         ),
-        alarms=joined(loaded.alarms, _unusable(loaded, encoded)),
+        alarms=joined(loaded.alarms, _unusable(loaded, encoded, sample, measured.sample_loss)),
     )
 
 
-def _unusable(loaded: LoadedModel, encoded: list[list[int]]) -> tuple[Alarm, ...]:
-    """Whether the model reads a few of these texts worse than a guess."""
+def _sample(encoded: list[list[int]]) -> Batch:
+    """The beginnings of a few texts, which tell whether the model reads at all."""
     some = [ids[:_READ_TOKENS] for ids in encoded[:: max(1, len(encoded) // _READ)][:_READ]]
-    total, count = 0.0, 0
-    for batch in batches(some, 1):
-        ids = batch.ids.to(device_of(loaded.model))
-        with torch.inference_mode(), tapped(loaded.model):
-            hidden = backbone_of(loaded.model)(input_ids=ids, use_cache=False).last_hidden_state
-            targets = shifted_targets(ids, batch.lengths)
-            total += float(token_losses(loaded.model, hidden, targets).double().sum())
-        count += ids.numel() - 1
+    return next(batches(some, len(some)))
+
+
+def _unusable(
+    loaded: LoadedModel, encoded: list[list[int]], sample: Batch, loss: float
+) -> tuple[Alarm, ...]:
+    """Whether the model reads a few of these texts worse than a guess."""
+    mean = loss / int((sample.lengths - 1).sum())
     unigram = unigram_loss(encoded, loaded.num_embeddings)
-    return loss_alarms("a sample of the texts", total / count, loaded.num_embeddings, unigram)
+    return loss_alarms("a sample of the texts", mean, loaded.num_embeddings, unigram)
 
 
 def _positional_maps(

@@ -8,11 +8,12 @@ mean) can.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -24,6 +25,7 @@ from headwise.models.architectures import (
     device_of,
     layers_of,
 )
+from headwise.ranks import shared_out
 from headwise.texts.batches import Batch
 
 WEIGHT_THRESHOLD = 0.01
@@ -37,13 +39,26 @@ def weight_dormancy(model: PreTrainedModel, threshold: float = WEIGHT_THRESHOLD)
 
     None where the family's row names no MLP: of experts no neuron sees every token.
     """
+    layers = range(len(layers_of(model)))
+    return dormancy_of([dormant_weights(model, layer, threshold) for layer in layers], threshold)
+
+
+def dormancy_of(
+    dormant: Sequence[Bool[Tensor, "neuron"] | None], threshold: float = WEIGHT_THRESHOLD
+) -> Dormancy | None:
+    """All layers together; None where the family's row names no MLP."""
+    rule = f"norm(in) * norm(out) < {threshold} (gated: geometric mean of both in-norms)"
+    known = [one for one in dormant if one is not None]
+    return _summary(known, rule=rule) if known else None
+
+
+def dormant_weights(
+    model: PreTrainedModel, layer: int, threshold: float = WEIGHT_THRESHOLD
+) -> Bool[Tensor, "neuron"] | None:
+    """Which neurons of one layer are below the threshold."""
     if not architecture_of(model).mlp_in:
         return None
-    importances = [_importance(model, layer) for layer in layers_of(model)]
-    return _summary(
-        [value < threshold for value in importances],
-        rule=f"norm(in) * norm(out) < {threshold} (gated: geometric mean of both in-norms)",
-    )
+    return _importance(model, layers_of(model)[layer]) < threshold
 
 
 def _importance(model: PreTrainedModel, layer: nn.Module) -> Float[Tensor, "neuron"]:
@@ -68,36 +83,40 @@ def activation_dormancy(
     row = architecture_of(model)
     if not row.mlp_in:
         return None
-    layers = layers_of(model)
-    totals: list[Tensor | None] = [None] * len(layers)
-    real: list[Tensor] = []
+    totals: dict[int, Tensor] = {}
+    for _, found in shared_out(partial(_activations, model), list(batches)):
+        for layer, seen in found.items():
+            totals[layer] = totals[layer] + seen if layer in totals else seen
+    dormant = [totals[layer] <= tau * totals[layer].mean() for layer in sorted(totals)]
+    return _summary(dormant, rule=f"mean |activation| <= {tau} of the layer's mean")
+
+
+def _activations(model: PreTrainedModel, batch: Batch) -> dict[int, Float[Tensor, "neuron"]]:
+    """Sums of |activation| over the real tokens of one batch, by layer."""
+    real = (torch.arange(batch.ids.shape[1])[None] < batch.lengths[:, None]).float()
+    totals: dict[int, Tensor] = {}
 
     def watch(layer: int) -> Any:
         def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             # OPT flattens (text, position) before its MLP; both orders agree with `real`
             flat = inputs[0].detach().float().abs().reshape(-1, inputs[0].shape[-1])
-            seen = (flat * real[0].reshape(-1, 1)).sum(0)
-            earlier = totals[layer]
-            totals[layer] = seen if earlier is None else earlier + seen
+            seen = (flat * real.to(flat.device).reshape(-1, 1)).sum(0)
+            totals[layer] = totals[layer] + seen if layer in totals else seen
 
         return hook
 
+    name = architecture_of(model).mlp_out
     handles = [
-        layer.get_submodule(row.mlp_out).register_forward_pre_hook(watch(number))
-        for number, layer in enumerate(layers)
+        layer.get_submodule(name).register_forward_pre_hook(watch(number))
+        for number, layer in enumerate(layers_of(model))
     ]
-    device = device_of(model)
     try:
-        for batch in batches:
-            mask = torch.arange(batch.ids.shape[1])[None] < batch.lengths[:, None]
-            real[:] = [mask.float().to(device)]
-            with torch.inference_mode():
-                backbone_of(model)(input_ids=batch.ids.to(device), use_cache=False)
+        with torch.inference_mode():
+            backbone_of(model)(input_ids=batch.ids.to(device_of(model)), use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
-    dormant = [total <= tau * total.mean() for total in totals if total is not None]
-    return _summary(dormant, rule=f"mean |activation| <= {tau} of the layer's mean")
+    return {layer: total.cpu() for layer, total in totals.items()}
 
 
 def _summary(dormant: list[Tensor], rule: str) -> Dormancy:

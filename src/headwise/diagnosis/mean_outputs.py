@@ -9,9 +9,10 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headwise.forward.tap import Sight, tapped
+from headwise.forward.passes import observed
+from headwise.forward.tap import Sight
 from headwise.heads import Head
-from headwise.models.architectures import backbone_of, device_of, geometry_of
+from headwise.models.architectures import geometry_of
 from headwise.texts.batches import Batch
 
 
@@ -25,20 +26,18 @@ def measure_means(
     geometry = geometry_of(model)
     widest = max(geometry_of(model, layer).head_dim for layer in geometry.layers)
     sums = torch.zeros(geometry.num_layers, geometry.num_heads, widest, dtype=torch.float64)
-    count = 0
-    device = device_of(model)
-    for batch in batches:
-        real = torch.arange(batch.ids.shape[1])[None] < batch.lengths[:, None]
-        real = real.to(device)
+    work = list(batches)
 
-        def read(sight: Sight, real: Tensor = real) -> None:
-            out = torch.where(real[:, None, :, None], sight.out.float(), 0.0)
-            row = geometry.layers.index(sight.layer)
-            sums[row, :, : out.shape[-1]] += out.sum((0, 2)).double().cpu()
+    def add_up(number: int, sight: Sight) -> Float[Tensor, "head value"]:
+        ids, lengths = work[number].ids, work[number].lengths
+        real = (torch.arange(ids.shape[1])[None] < lengths[:, None]).to(sight.out.device)
+        out = torch.where(real[:, None, :, None], sight.out.float(), 0.0)
+        return out.sum((0, 2)).double().cpu()
 
-        with torch.inference_mode(), tapped(model, read):
-            backbone_of(model)(input_ids=batch.ids.to(device), use_cache=False)
-        count += int(batch.lengths.sum())
+    for _, layer, found in observed(model, [batch.ids for batch in work], add_up):
+        assert layer is not None
+        sums[geometry.layers.index(layer), :, : found.shape[-1]] += found
+    count = sum(int(batch.lengths.sum()) for batch in work)
     return (sums / max(count, 1)).float()
 
 

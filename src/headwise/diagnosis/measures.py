@@ -8,7 +8,7 @@ in float64 from float32 numbers.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -25,16 +25,17 @@ from headwise.forward.attention import (
     moments,
     sink_share,
 )
+from headwise.forward.losses import shifted_targets, token_losses
 from headwise.forward.max_logit import max_logits
-from headwise.forward.tap import Sight, tapped
+from headwise.forward.passes import Visit, observed
+from headwise.forward.tap import Sight
 from headwise.heads import Head
 from headwise.models.architectures import (
-    backbone_of,
     dense_weight,
-    device_of,
     geometry_of,
     projection_of,
 )
+from headwise.progress import Progress, silent
 from headwise.texts.batches import Batch
 
 LOCAL_WINDOW = 3  # t-2 .. t
@@ -68,6 +69,15 @@ class Measured:
     profile_sum: Float[np.ndarray, "bucket layer head"]
     profile_count: Int[np.ndarray, "bucket"]
     pooled_sum: Float[np.ndarray, "layer head bucket bucket"] | None = None  # query x key buckets
+    sample_loss: float = 0.0  # of a sample that was read in the same passes, in nats
+
+    def add(self, texts: list[int], row: int, found: _LayerMeasures) -> None:
+        """Put what one layer showed on one batch in its place."""
+        for name, value in found.values.items():
+            self.values[name][texts, row] = value
+        self.profile_sum[:, row] += found.profile
+        if self.pooled_sum is not None and found.pooled is not None:
+            self.pooled_sum[row] += found.pooled
 
     def means(self) -> dict[str, Float[np.ndarray, "layer head"]]:
         """Mean over texts."""
@@ -92,43 +102,107 @@ def measure_heads(
     max_length: int,
     skip_queries: int = 0,
     pooled: bool = False,
+    progress: Progress = silent,
+    visit: Visit | None = None,
+    sample: Batch | None = None,
 ) -> Measured:
-    """Run the model over batches and measure every head on every text."""
-    geometry = geometry_of(model)
+    """Run the model over batches and measure every head on every text.
+
+    The loss of a `sample` is taken in the same passes, and `visit` sees each layer once.
+    """
+    geometry, work = geometry_of(model), list(batches)
     shape = (num_texts, geometry.num_layers, geometry.num_heads)
-    values = {name: np.zeros(shape) for name in MEASURES}
-    num_buckets = position_bucket(max_length - 1) + 1
-    profile = np.zeros((num_buckets, *shape[1:]))
-    counts = np.zeros(num_buckets, dtype=np.int64)
-    pools = np.zeros((*shape[1:], num_buckets, num_buckets)) if pooled else None
-    grams, numbers = _output_grams(model), geometry.layers
-    device = device_of(model)
-    for batch in batches:
-        weights = query_weights(batch, skip_queries).to(device)
-        buckets = torch.tensor([position_bucket(t) for t in range(batch.ids.shape[1])])
-        rows = list(batch.index)
+    observer = _Observer(model, work, skip_queries, position_bucket(max_length - 1) + 1, pooled)
+    measured = observer.nothing(shape)
+    every = [*work, sample] if sample is not None else work
+    loss = 0.0
+    for number, layer, one in observed(
+        model,
+        [batch.ids for batch in every],
+        lambda number, sight: observer(number, sight) if number < len(work) else None,
+        lambda number, hidden: _loss(model, sample, hidden) if number == len(work) else None,
+        title="measuring heads",
+        progress=progress,
+        visit=visit,
+    ):
+        if isinstance(one, float):
+            loss = one
+        elif layer is not None and one is not None:
+            measured.add(list(work[number].index), geometry.layers.index(layer), one)
+    for batch in work:
+        measured.profile_count[:] += observer.counts(batch)
+    _require_finite(measured, geometry.layers)
+    return replace(measured, sample_loss=loss)
 
-        def read(
-            sight: Sight,
-            weights: Tensor = weights,
-            buckets: Tensor = buckets,
-            rows: list[int] = rows,
-        ) -> None:
-            mass, row = mass_at(sight.scores, sight.lse, None), numbers.index(sight.layer)
-            for name, value in _layer_measures(sight, mass, weights, grams[row]).items():
-                values[name][rows, row] = value.cpu().numpy()
-            profile[:, row] += _by_bucket(mass, weights, buckets, num_buckets)
-            if pools is not None:
-                shares = bucket_mass(sight.scores, buckets, num_buckets)
-                pools[row] += _pooled(shares, weights, buckets, num_buckets)
 
-        with torch.inference_mode(), tapped(model, read):
-            # the output head is not needed for attention: run the backbone alone
-            backbone_of(model)(input_ids=batch.ids.to(device), use_cache=False)
-        counts += _bucket_counts(weights, buckets, num_buckets)
-    measured = Measured(values, profile, counts, pools)
-    _require_finite(measured, numbers)
-    return measured
+def _loss(model: PreTrainedModel, sample: Batch | None, hidden: Tensor) -> float | None:
+    """The summed loss of a sample."""
+    if sample is None:
+        return None
+    targets = shifted_targets(sample.ids, sample.lengths).to(hidden.device)
+    return float(token_losses(model, hidden, targets).double().sum())
+
+
+@dataclass(frozen=True)
+class _LayerMeasures:
+    """One layer on one batch."""
+
+    values: dict[str, Float[np.ndarray, "text head"]]
+    profile: Float[np.ndarray, "bucket head"]
+    pooled: Float[np.ndarray, "head bucket bucket"] | None
+
+
+@dataclass(frozen=True)
+class _Observer:
+    """What is measured of each layer of each batch."""
+
+    model: PreTrainedModel
+    batches: list[Batch]
+    skip: int
+    num_buckets: int
+    pooled: bool
+    grams: dict[int, Tensor] = field(default_factory=dict)
+
+    def __call__(self, number: int, sight: Sight) -> _LayerMeasures:
+        weights = self.weights(self.batches[number]).to(sight.lse.device)
+        buckets = _buckets(self.batches[number])
+        mass = mass_at(sight.scores, sight.lse, None)
+        found = _layer_measures(sight, mass, weights, self.gram(sight.layer))
+        pools = None
+        if self.pooled:
+            shares = bucket_mass(sight.scores, buckets, self.num_buckets)
+            pools = _pooled(shares, weights, buckets, self.num_buckets)
+        return _LayerMeasures(
+            {name: value.cpu().numpy() for name, value in found.items()},
+            _by_bucket(mass, weights, buckets, self.num_buckets),
+            pools,
+        )
+
+    def gram(self, layer: int) -> Float[Tensor, "head value value"]:
+        """Made when the layer first runs: then its weights are at hand, also if streamed."""
+        if layer not in self.grams:
+            self.grams[layer] = _output_gram(self.model, layer)
+        return self.grams[layer]
+
+    def weights(self, batch: Batch) -> Float[Tensor, "text query"]:
+        return query_weights(batch, self.skip)
+
+    def counts(self, batch: Batch) -> Int[np.ndarray, "bucket"]:
+        return _bucket_counts(self.weights(batch), _buckets(batch), self.num_buckets)
+
+    def nothing(self, shape: tuple[int, int, int]) -> Measured:
+        """Zeros to add to."""
+        count = self.num_buckets
+        return Measured(
+            {name: np.zeros(shape) for name in MEASURES},
+            np.zeros((count, *shape[1:])),
+            np.zeros(count, dtype=np.int64),
+            np.zeros((*shape[1:], count, count)) if self.pooled else None,
+        )
+
+
+def _buckets(batch: Batch) -> Int[Tensor, "query"]:
+    return torch.tensor([position_bucket(t) for t in range(batch.ids.shape[1])])
 
 
 def query_weights(batch: Batch, skip: int) -> Float[Tensor, "text query"]:
@@ -232,15 +306,12 @@ def _along_first_value(
     return (out * gate.nan_to_num(0.0, 0.0, 0.0) * first[:, :, None]).sum(-1)
 
 
-def _output_grams(model: PreTrainedModel) -> list[Float[Tensor, "head value value"]]:
+def _output_gram(model: PreTrainedModel, layer: int) -> Float[Tensor, "head value value"]:
     """W_O^T W_O of every head: the norm of what it adds to the residual stream, from o alone."""
-    geometry = geometry_of(model)
-    grams = []
-    for layer in geometry.layers:
-        columns = dense_weight(projection_of(model, layer, "o")).T  # (head * value, hidden)
-        heads = columns.unflatten(0, (geometry.num_heads, -1))
-        grams.append(heads @ heads.transpose(1, 2))
-    return grams
+    columns = dense_weight(projection_of(model, layer, "o")).T  # (head * value, hidden)
+    heads = columns.unflatten(0, (geometry_of(model, layer).num_heads, -1))
+    gram: Tensor = heads @ heads.transpose(1, 2)
+    return gram
 
 
 def _by_bucket(

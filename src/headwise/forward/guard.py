@@ -15,6 +15,7 @@ from headwise.models.architectures import architecture_of, is_proposed, keep_row
 from headwise.models.families.proposal import propose_rows
 from headwise.models.family import Architecture
 from headwise.models.loaded_model import LoadedModel
+from headwise.models.stored_weights import stored_weights
 
 _PROVED = "_headwise_proved"  # on the model itself: its row, once the check has passed
 
@@ -27,6 +28,8 @@ def guard(model: LoadedModel | PreTrainedModel, longest: int = SHORTEST) -> None
     """
     if isinstance(model, LoadedModel):
         model = model.model
+    if stored_weights(model) is not None:
+        return  # it would be read twice over: a streamed layer is compared when it runs
     if is_proposed(model):
         prove_row(model)
     wrong, worst = wrong_positions(model, longest)

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from headwise.forward.replaced_forward import replaced_forward
 from headwise.models.architectures import architecture_of
+from headwise.models.stored_weights import StoredWeights, stored_weights
 
 IGNORED = -100
 
@@ -87,10 +88,39 @@ def token_losses(
     flat, wanted = hidden.flatten(0, 1), targets.flatten()
     losses = torch.zeros(wanted.shape, dtype=torch.float32, device=hidden.device)
     chosen = torch.nonzero(wanted != IGNORED).squeeze(1)
+    stored = stored_weights(model)
+    if stored is not None and _is_linear(model):
+        losses[chosen] = _stored_losses(model, stored, flat[chosen], wanted[chosen])
+        return losses.view(targets.shape)
     for rows in _chunks(model, chosen):
         logits = logits_of(model, flat[rows]).float()
         losses[rows] = F.cross_entropy(logits, wanted[rows], reduction="none")
     return losses.view(targets.shape)
+
+
+def _stored_losses(
+    model: PreTrainedModel,
+    stored: StoredWeights,
+    hidden: Float[Tensor, "row hidden"],
+    targets: Int[Tensor, "row"],
+) -> Float[Tensor, "row"]:
+    """The same with the output head's rows read from disk, a piece at a time."""
+    head, scale = model.get_output_embeddings(), _scale_of(model)
+    name = next(name for name, module in model.named_modules() if module is head)
+    bias = stored.get(f"{name}.bias")
+    total = torch.full((len(hidden),), -torch.inf)
+    own = torch.zeros(len(hidden))
+    for start, piece in stored.pieces(f"{name}.weight"):
+        stop = start + len(piece)
+        logits = scale.linear(
+            F.linear(hidden, piece, None if bias is None else bias[start:stop]).float()
+        )
+        if scale.cap is not None:
+            logits = scale.cap * torch.tanh(logits / scale.cap)
+        total = torch.logaddexp(total, logits.logsumexp(-1))
+        here = (targets >= start) & (targets < stop)
+        own[here] = logits[here, targets[here] - start]
+    return total - own
 
 
 def summed_loss(

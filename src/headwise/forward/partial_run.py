@@ -147,6 +147,41 @@ def run_from(
     return last
 
 
+def run_layer(
+    model: PreTrainedModel, ids: Int[Tensor, "text position"], layer: int, hidden: LayerInput
+) -> LayerInput:
+    """What one layer makes of `hidden`; no other layer runs."""
+    seen: list[Tensor] = []
+
+    def stop(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        seen.append(output[0] if isinstance(output, tuple) else output)
+        raise _StopError
+
+    module = layers_of(model)[layer]
+    handle = module.register_forward_hook(stop)
+    try:
+        with _passing_through(model, layer), _swapped_input(module, hidden):
+            backbone_of(model)(input_ids=ids, use_cache=False)
+    except _StopError:
+        return seen[0]
+    finally:
+        handle.remove()
+    raise AssertionError(f"layer {layer} did not run")
+
+
+def after_layers(
+    model: PreTrainedModel, ids: Int[Tensor, "text position"], hidden: LayerInput
+) -> Hidden:
+    """The last hidden states when `hidden` leaves the last layer; no layer runs."""
+    given = (hidden, None) if architecture_of(model).layer_returns_tuple else hidden
+    layers = layers_of(model)
+    with replaced_forward(
+        layers, lambda layer, previous: lambda *_, **__: given, around_hooks=True
+    ):
+        last: Tensor = backbone_of(model)(input_ids=ids, use_cache=False).last_hidden_state
+    return last
+
+
 @contextmanager
 def _swapped_input(layer: nn.Module, hidden: LayerInput) -> Iterator[None]:
     def swap(_: nn.Module, args: tuple[Any, ...], kwargs: Keywords) -> Any:

@@ -20,18 +20,18 @@ from headwise.models.architectures import (
 )
 from headwise.models.family import Role
 from headwise.models.model_info import ModelInfo
-from headwise.models.offloading import held_tensor, parameter_shapes
+from headwise.models.offloading import held_pieces, parameter_shapes
 from headwise.models.slices import head_spans
 
 
 def weight_fingerprint(model: PreTrainedModel) -> str:
     """SHA-256 over the names, types, shapes and bits of all weights."""
     digest = hashlib.sha256()
-    for name in sorted(parameter_shapes(model)):
-        value = held_tensor(model, name)
-        digest.update(f"{name}{value.dtype}{tuple(value.shape)}".encode())
-        raw = value.cpu().contiguous().reshape(-1).view(torch.uint8)
-        digest.update(raw.numpy().data)
+    for name, shape in sorted(parameter_shapes(model).items()):
+        digest.update(f"{name}{model.get_parameter(name).dtype}{tuple(shape)}".encode())
+        for value in held_pieces(model, name):
+            raw = value.cpu().contiguous().reshape(-1).view(torch.uint8)
+            digest.update(raw.numpy().data)
     return digest.hexdigest()
 
 

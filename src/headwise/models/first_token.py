@@ -21,6 +21,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from headwise.bundled import DATA
 from headwise.errors import ArtefactError, ModelError
 from headwise.models.architectures import device_of
+from headwise.models.stored_weights import stored_weights
 
 NEEDED = 0.1  # nats per token that a BOS must be worth, or it is not worth having
 _SAMPLES = ("01_prose_harbour", "02_prose_clockmaker", "03_science_tides", "09_dialogue")
@@ -60,9 +61,14 @@ def told(bos: bool | None) -> str:
 
 
 def decide_first_token(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, bos: bool | None = None
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    bos: bool | None = None,
 ) -> FirstToken:
-    """Asked for, else as the tokenizer or its metadata says, else by measuring."""
+    """Asked for, else as the tokenizer or its metadata says, else by measuring.
+
+    A model that is streamed from disk is not measured: it would be read eight times over.
+    """
     token = None if tokenizer is None else tokenizer.bos_token_id
     if bos is not None:
         if bos and token is None:
@@ -70,11 +76,14 @@ def decide_first_token(
         return FirstToken(bos, "asked for", "asked", needed=bos)
     if tokenizer is None or token is None:
         return FirstToken(False, "the tokenizer has none")
-    losses = measure_both(model, tokenizer)
+    streamed = stored_weights(model) is not None
+    losses = None if streamed else measure_both(model, tokenizer)
     needed = losses is not None and losses[0] - losses[1] > NEEDED
     stated = _stated(tokenizer)
     if stated is not None:
         return replace(stated, needed=needed)
+    if streamed:
+        return FirstToken(False, "nothing asks for one; not measured on a streamed model: --bos")
     if losses is None:
         return FirstToken(False, "nothing asks for one, and measuring cannot tell")
     numbers = f"measured: {losses[1]:.2f} nats per token with one, {losses[0]:.2f} without"

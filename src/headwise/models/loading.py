@@ -10,11 +10,12 @@ import hashlib
 import io
 import logging
 import os
+import resource
 import shutil
 import socket
 import struct
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -37,11 +38,15 @@ from headwise.models.loaded_model import LoadedModel
 from headwise.models.offloading import held_tensor
 from headwise.models.patch import Patch
 from headwise.models.patient import PATIENTS, empty_patch_path, patient_dir
+from headwise.models.stored_weights import StoredTensor, empty_model, stored_tensors, stored_weights
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
 
 
 _PATIENCE = 3.0  # seconds until the hub counts as out of reach
+
+
+_ROOM = 0.8  # of free memory that weights may take; the rest is for the work
 
 
 _SOURCE, _WEIGHTS = "source.json", "model.safetensors"
@@ -54,17 +59,22 @@ def load_model(
     name: str,
     *,
     dtype: str | None = None,
-    device_map: str | None = None,
+    device_map: str | Mapping[str, str | int] | None = None,
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
     bos: bool | None = None,
     tokenizer: str | None = None,
+    stream: bool | None = None,
 ) -> LoadedModel:
     """Load a model and its tokenizer; float32 on CPU, bfloat16 on an accelerator by default.
 
-    `bos` says whether texts start with a BOS; without it that is decided here. `tokenizer` is where
-    the tokenizer is, if not beside the weights.
+    `device_map` is what transformers takes, or a .json file with it. `bos` says whether texts start
+    with a BOS; without it that is decided here. `tokenizer` is where the tokenizer is, if not
+    beside the weights. `stream` leaves the weights in their files, from which they are read layer
+    by layer; by default that is done if they do not fit into memory.
     """
+    if dtype is not None and dtype not in DTYPES:
+        raise ModelError(f"unknown --dtype {dtype!r}", fix=" or ".join(DTYPES))
     path = patient_dir() if name in PATIENTS else Path(name)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     source: str = str(path) if is_there(path) else name
@@ -78,12 +88,16 @@ def load_model(
         require_hub(name)
     with quietly():
         words = _load_tokenizer(tokenizer or source, options)
-        model = _load_weights(source, options, dtype, device_map, allow_pickle)
+        if _streams(path, dtype, device_map, stream):
+            model = _streamed_weights(path, options, dtype)
+        else:
+            model = _load_weights(source, options, dtype, device_map, allow_pickle)
     _forget_quantization(model)
     architecture_of(model)
     if name == "patient-empty":
         Patch.load(empty_patch_path()).apply(model, force=True)  # in any precision
-    require_finite(model)
+    if stored_weights(model) is None:  # else each layer is looked at when it is read
+        require_finite(model)
     model.eval()
     return LoadedModel(name, model, words, decide_first_token(model, words, bos))
 
@@ -121,6 +135,68 @@ def _answers(endpoint: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def _streams(
+    path: Path,
+    dtype: str | None,
+    device_map: str | Mapping[str, str | int] | None,
+    asked: bool | None,
+) -> bool:
+    """Whether the weights stay in their files: asked for, or larger than memory."""
+    if asked is None:
+        return path.is_dir() and device_map is None and _too_large(path, dtype)
+    if asked and not any(path.glob("*.safetensors")):
+        raise ModelError(
+            "only a directory with safetensors files can be streamed",
+            where=path,
+            fix="download or convert the model into a directory first",
+        )
+    return asked
+
+
+def _stream_type(stored: Mapping[str, StoredTensor], dtype: str | None) -> torch.dtype:
+    """The precision asked for; `auto` is that of the largest tensor."""
+    if dtype == "auto" and stored:
+        return max(stored.values(), key=lambda one: one.numel).dtype
+    found: torch.dtype = getattr(torch, dtype or "float32", torch.float32)
+    return found
+
+
+def _too_large(path: Path, dtype: str | None) -> bool:
+    """Whether the weights, in the precision asked for, leave no memory to work in."""
+    stored = stored_tensors(path)
+    needed = sum(one.numel for one in stored.values()) * _stream_type(stored, dtype).itemsize
+    return needed > _ROOM * free_memory()
+
+
+def _streamed_weights(path: Path, options: dict[str, Any], dtype: str | None) -> PreTrainedModel:
+    try:
+        model = empty_model(path, _stream_type(stored_tensors(path), dtype), **options)
+    except ModelError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever a config can make transformers raise
+        raise ModelError(
+            f"the model could not be loaded ({_first_line(error)})",
+            where=path,
+            fix="check its config.json",
+        ) from None
+    _require_heads(model, str(path))
+    return model
+
+
+def free_memory() -> int:
+    """Bytes that this process may still take: of the machine, and of its own limit if any."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    free = os.sysconf("SC_PHYS_PAGES") * page
+    with suppress(OSError):
+        words = Path("/proc/meminfo").read_text().split()
+        free = int(words[words.index("MemAvailable:") + 1]) * 1024
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return free
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * page
+    return min(free, limit - taken)
 
 
 def converted_gguf(path: Path) -> Path:
@@ -187,19 +263,17 @@ def _load_weights(
     source: str,
     options: dict[str, Any],
     dtype: str | None,
-    device_map: str | None,
+    device_map: str | Mapping[str, str | int] | None,
     allow_pickle: bool,
 ) -> PreTrainedModel:
     chosen = dtype or ("bfloat16" if device_map and torch.cuda.is_available() else "float32")
-    if chosen not in DTYPES:
-        raise ModelError(f"unknown --dtype {chosen!r}", fix=" or ".join(DTYPES))
     if "gguf_file" not in options:
         options = {**options, "use_safetensors": None if allow_pickle else True}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=getattr(torch, chosen, chosen),
-            device_map=device_map,
+            device_map=_places(device_map),
             output_loading_info=True,
             **options,
         )
@@ -227,6 +301,13 @@ def _load_weights(
     _require_complete(report["missing_keys"], source)
     _require_heads(model, source)
     return model
+
+
+def _places(device_map: str | Mapping[str, str | int] | None) -> str | dict[str, str | int] | None:
+    """Where modules go: a word such as `auto`, or a module -> device table, perhaps in a file."""
+    if isinstance(device_map, str):
+        return dict(read_json(Path(device_map))) if device_map.endswith(".json") else device_map
+    return None if device_map is None else dict(device_map)
 
 
 def _require_heads(model: PreTrainedModel, source: str) -> None:

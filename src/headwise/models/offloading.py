@@ -1,11 +1,14 @@
 """Weights that accelerate keeps off the model and brings only while a module runs.
 
 Such a parameter is on the `meta` device between forward passes; its numbers are in the hook's
-`weights_map`, on the CPU or on disk. Here they are read from there, and writing is refused.
+`weights_map`, on the CPU or on disk. Here they are read from there. What is written stays in memory
+and lies over them: files on disk may be the user's own checkpoint and are never touched.
 """
 
 from __future__ import annotations
 
+from collections import ChainMap
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headwise.errors import ModelError
+from headwise.models.stored_weights import stored_weights
 
 
 def held_tensor(root: nn.Module, name: str) -> Tensor:
@@ -23,6 +27,15 @@ def held_tensor(root: nn.Module, name: str) -> Tensor:
     hook, inner = _offload(root, name)
     value: Tensor = hook.weights_map[inner]
     return value.detach().to(hook.execution_device)
+
+
+def held_pieces(model: PreTrainedModel, name: str) -> Iterator[Tensor]:
+    """A parameter in order, in pieces where it is stored in a file and need not be whole."""
+    stored = stored_weights(model)
+    if stored is None:
+        yield held_tensor(model, name)
+    else:
+        yield from (piece for _, piece in stored.pieces(name))
 
 
 def parameter_shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
@@ -41,15 +54,19 @@ def execution_device(root: nn.Module, name: str) -> torch.device:
     return torch.device(_offload(root, name)[0].execution_device)
 
 
-def require_writable(root: nn.Module, name: str) -> None:
-    """Refuse to write to a weight that accelerate would overwrite with its own copy."""
-    if _tensor(root, name).is_meta:
-        raise ModelError(
-            "the weights to change are offloaded to the CPU or to disk",
-            where=name,
-            fix="load the model without offloading: a smaller --dtype, or a --device-map whose "
-            "devices hold all of it",
-        )
+def writable_tensor(root: nn.Module, name: str) -> Tensor:
+    """A parameter that keeps what is written to it; of an offloaded one its copy in memory."""
+    parameter = _tensor(root, name).detach()
+    if not parameter.is_meta:
+        return parameter
+    hook, inner = _offload(root, name)
+    if not isinstance(hook.weights_map, ChainMap):
+        hook.weights_map = ChainMap({}, hook.weights_map)
+    written: Any = hook.weights_map.maps[0]
+    if inner not in written:
+        written[inner] = hook.weights_map[inner].detach().cpu().clone()
+    tensor: Tensor = written[inner]
+    return tensor
 
 
 def _tensor(root: nn.Module, name: str) -> Tensor:

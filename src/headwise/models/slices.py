@@ -23,7 +23,7 @@ from headwise.models.architectures import (
     projection_of,
 )
 from headwise.models.family import Role
-from headwise.models.offloading import held_tensor, require_writable
+from headwise.models.offloading import held_tensor, writable_tensor
 
 
 @dataclass(frozen=True, order=True)
@@ -106,11 +106,9 @@ def _place(model: PreTrainedModel, head: Head, role: Role) -> tuple[int, int]:
 
 def write_slices(model: PreTrainedModel, values: Mapping[Span, Tensor]) -> None:
     """Copy values into the model's own tensors, rounding to their type."""
-    for name in {span.parameter for span in values}:
-        require_writable(model, name)
     with torch.no_grad():
         for span, value in values.items():
-            span.of(model).copy_(value)
+            span.within(writable_tensor(model, span.parameter)).copy_(value)
 
 
 def read_slices(model: PreTrainedModel, spans: Mapping[str, Span]) -> dict[str, Tensor]:

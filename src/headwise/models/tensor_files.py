@@ -17,7 +17,7 @@ from headwise.errors import ArtefactError
 from headwise.integrity.checksums import CHECKSUM, require_same
 
 _METADATA = "__metadata__"
-_LARGEST_HEADER = 100_000_000  # bytes; the library's own limit
+LARGEST_HEADER = 100_000_000  # bytes; the library's own limit
 _CHUNK = 1 << 20
 
 
@@ -58,9 +58,9 @@ def verified_metadata(path: Path, schema: str | None = None) -> dict[str, str]:
     try:
         with Path(path).open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(size, _LARGEST_HEADER)))
+            header = json.loads(file.read(min(size, LARGEST_HEADER)))
             told = header.pop(_METADATA, {})
-            _require_length(header, 8 + size, Path(path).stat().st_size)
+            require_length(header, 8 + size, Path(path).stat().st_size)
             found = _checksum(header, told, iter(lambda: file.read(_CHUNK), b""))
     except (OSError, ValueError, AttributeError, TypeError, LookupError, RecursionError) as error:
         raise _unreadable(path, error) from None
@@ -72,7 +72,8 @@ def verified_metadata(path: Path, schema: str | None = None) -> dict[str, str]:
     return dict(told)
 
 
-def _require_length(header: Mapping[str, Any], start: int, length: int) -> None:
+def require_length(header: Mapping[str, Any], start: int, length: int) -> None:
+    """Raise ValueError if a file of this length lacks data that its header speaks of."""
     ends = [part["data_offsets"][1] for part in header.values()]
     if start + max(ends, default=0) > length:
         raise ValueError("it is cut off")

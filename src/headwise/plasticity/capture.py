@@ -52,7 +52,8 @@ from headwise.plasticity.writer import (
     require_whole,
     staged_file,
 )
-from headwise.progress import Budget, Progress, Work, silent, track, unlimited
+from headwise.progress import Budget, Progress, Work, silent, told, unlimited
+from headwise.ranks import by_the_first, each_writes, shared_out
 from headwise.texts.batches import batches, encode_for, token_count
 from headwise.texts.text_sets import TextSet, as_text_set
 from headwise.values import to_plain
@@ -126,26 +127,38 @@ def _capture_as_it_is(
     encoded = encode_for(loaded, texts.texts, max_length=settings.max_length)
     folder = out if settings.layout == "new" else out / re.sub(r"\W", "_", loaded.id)
     info = _describe(loaded, texts, settings, chosen)
-    finished = _finished(folder, info, resume)
+    finished = by_the_first(lambda: _finished(folder, info, resume))
     if finished is not None:
         return finished
     guard(model, max(map(len, encoded)))
     staging = _prepare(folder, info)
     portions = list(range(0, len(encoded), _PORTION_TEXTS))
-    for start in track(portions, "capturing", progress):
+
+    def portion(start: int) -> None:
         path = staging / f"portion-{start:06d}"
         if not is_whole(path):
             part = encoded[start : start + _PORTION_TEXTS]
-            _capture_portion(model, part, start, path, chosen, settings, batch_size)
-    groups = {layer: geometry_of(model, layer).group for layer in geometry.layers}
-    rows = assemble(
-        staging, folder, chosen, groups, _windows(model), Buckets.parse(settings.buckets)
-    )
+            with each_writes():
+                _capture_portion(model, part, start, path, chosen, settings, batch_size)
+
+    for _ in told(shared_out(portion, portions), len(portions), "capturing", progress):
+        pass
+    rows = by_the_first(lambda: _assemble(model, staging, folder, chosen, info))
+    return Captured(folder, rows, info.note)
+
+
+def _assemble(
+    model: PreTrainedModel, staging: Path, folder: Path, heads: list[Head], info: CaptureInfo
+) -> dict[str, int]:
+    """One file per head from all portions, and what is told about them."""
+    groups = {layer: geometry_of(model, layer).group for layer in geometry_of(model).layers}
+    buckets = Buckets.parse(info.settings.buckets)
+    rows = assemble(staging, folder, heads, groups, _windows(model), buckets)
     checksums = {name: file_checksum(folder / name / DATA) for name in rows}
     write_text(folder / "README.md", _readme(info))
     replace(info, rows=rows, checksums=checksums, finished=True).save(folder)
     shutil.rmtree(staging)
-    return Captured(folder, rows, info.note)
+    return rows
 
 
 def _describe(

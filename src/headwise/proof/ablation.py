@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -38,8 +39,9 @@ from headwise.forward.tap import Reader, Sight, tapped
 from headwise.heads import Head
 from headwise.intervals import Interval, mean_intervals
 from headwise.models.architectures import attention_layers, backbone_of, device_of, geometry_of
-from headwise.progress import Progress, silent, track
+from headwise.progress import Progress, silent, told
 from headwise.proof.evaluation import HeadCost
+from headwise.ranks import shared_out
 from headwise.texts.batches import Batch, batches
 
 Replacement = Literal["zero", "mean"]
@@ -90,14 +92,20 @@ def ablate_heads(
     tokens = np.array([len(ids) - 1 for ids in encoded])
     value = _replacements(model, replacement, means)
     work = list(batches(encoded, batch_size)) if chosen else []
-    for batch in track(work, "ablating heads", progress):
-        rows = list(batch.index)
+
+    def ablated(batch: Batch) -> tuple[Losses, Float[np.ndarray, "set document"]]:
         with torch.inference_mode():
             passed = base_pass(model, batch.ids, batch.lengths)
-            base[rows] = passed.losses
+            changes = np.zeros((len(chosen), len(passed.losses)))
             for group in _groups(chosen, stack or stack_size(passed)):
                 found = _ablated_losses(model, passed, [chosen[i] for i in group], value)
-                deltas[np.ix_(group, rows)] = found - passed.losses
+                changes[group] = found - passed.losses
+        return passed.losses, changes
+
+    passes = told(shared_out(ablated, work), len(work), "ablating heads", progress)
+    for batch, (losses, changes) in passes:
+        base[list(batch.index)] = losses
+        deltas[:, list(batch.index)] = changes
     return Ablation(chosen, replacement, base, deltas, tokens)
 
 
@@ -191,12 +199,15 @@ def first_order_importance(
     estimate = torch.zeros(geometry.num_layers, geometry.num_heads, dtype=torch.float64)
     tokens = sum(len(ids) - 1 for ids in encoded)
     with frozen(model):
-        for batch in batches(encoded, batch_size):
-            _add_first_order(model, batch, estimate)
+        work = list(batches(encoded, batch_size))
+        for _, found in shared_out(partial(_first_order, model), work):
+            for row, gradient in found.items():
+                estimate[row] -= gradient
     return (estimate / tokens).numpy()
 
 
-def _add_first_order(model: PreTrainedModel, batch: Batch, estimate: Tensor) -> None:
+def _first_order(model: PreTrainedModel, batch: Batch) -> dict[int, Float[Tensor, "head"]]:
+    """Gradients of one batch's loss by a gate on each head, by row."""
     gates: dict[int, Tensor] = {}
 
     def gate(sight: Sight) -> Tensor:
@@ -213,5 +224,7 @@ def _add_first_order(model: PreTrainedModel, batch: Batch, estimate: Tensor) -> 
         layers = sorted(gates)
         found = torch.autograd.grad(loss, [gates[layer] for layer in layers])
     numbers = attention_layers(model)
-    for layer, gradient in zip(layers, found, strict=True):
-        estimate[numbers.index(layer)] -= gradient.flatten().double().cpu()
+    return {
+        numbers.index(layer): gradient.flatten().double().cpu()
+        for layer, gradient in zip(layers, found, strict=True)
+    }

@@ -36,7 +36,8 @@ from headwise.forward.tap import Sight, tapped
 from headwise.heads import Head
 from headwise.models.architectures import projection_of
 from headwise.models.patch import Patch, Slice
-from headwise.progress import Progress, silent, track
+from headwise.progress import Progress, silent, told
+from headwise.ranks import shared_out
 from headwise.texts.batches import Batch, batches
 
 Outs = Float[Tensor, "text head query value"]
@@ -85,11 +86,12 @@ def head_costs(
     chosen, kinds = tuple(sorted(heads)), interventions.kinds
     base = np.zeros(len(encoded))
     deltas = np.zeros((len(chosen), len(kinds), len(encoded)))
-    for batch in track(list(batches(encoded, batch_size)), "costs of heads", progress):
-        rows = list(batch.index)
+    work = list(batches(encoded, batch_size))
+
+    def costs(batch: Batch) -> tuple[Losses, Float[np.ndarray, "head kind document"]]:
         with torch.inference_mode():
             passed, layers = _observed(model, batch, chosen, interventions)
-            base[rows] = passed.losses
+            changes = np.zeros((len(chosen), len(kinds), len(passed.losses)))
             for jobs in _jobs(chosen, len(kinds), stack or stack_size(passed)):
                 replaced = [
                     Replaced(chosen[h], layers[chosen[h].layer][kinds[k]][:, chosen[h].index])
@@ -97,7 +99,14 @@ def head_costs(
                 ]
                 found = replaced_losses(model, passed, replaced) - passed.losses
                 for (h, k), row in zip(jobs, found, strict=True):
-                    deltas[h, k, rows] = row
+                    changes[h, k] = row
+        return passed.losses, changes
+
+    for batch, (losses, changes) in told(
+        shared_out(costs, work), len(work), "costs of heads", progress
+    ):
+        base[list(batch.index)] = losses
+        deltas[:, :, list(batch.index)] = changes
     tokens = np.array([len(ids) - 1 for ids in encoded])
     return InterventionCosts(chosen, kinds, base, deltas, tokens)
 

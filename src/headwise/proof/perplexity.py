@@ -10,18 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from jaxtyping import Float, Int
+from torch import Tensor
 
 from headwise.errors import ModelError
 from headwise.forward.losses import IGNORED, shifted_targets, token_losses
-from headwise.forward.tap import tapped
+from headwise.forward.passes import observed
 from headwise.intervals import Interval, mean_interval
-from headwise.models.architectures import backbone_of, device_of
 from headwise.models.loaded_model import LoadedModel, takes_model
-from headwise.progress import Progress, silent, track
+from headwise.progress import Progress, silent
 from headwise.proof.evaluation import DocumentLosses
-from headwise.texts.batches import DEFAULT_MAX_LENGTH, batches, encode_for
+from headwise.texts.batches import DEFAULT_MAX_LENGTH, Batch, batches, encode_for
 from headwise.texts.text_sets import TextSet
 
 
@@ -99,22 +98,32 @@ def text_losses(
     windows = make_windows(encoded, max_length, stride or max(1, max_length // 2), prefix)
     sums = np.zeros(len(encoded))
     tokens = np.zeros(len(encoded), dtype=np.int64)
-    device = device_of(model)
     work = list(batches(windows.encoded, batch_size))
-    for batch in track(work, f"perplexity on {texts.name[:30]}", progress):
-        ids = batch.ids.to(device)
-        targets = shifted_targets(ids, batch.lengths)
-        for row, piece in enumerate(batch.index):
-            targets[row, : windows.ignored[piece]] = IGNORED
-        with torch.inference_mode(), tapped(model):
-            hidden = backbone_of(model)(input_ids=ids, use_cache=False).last_hidden_state
-            losses = token_losses(model, hidden, targets).double().sum(1).cpu().numpy()
-        counted = (targets != IGNORED).sum(1).cpu().numpy()
-        owners = [windows.document[piece] for piece in batch.index]
+    wanted = [_targets(batch, windows) for batch in work]
+
+    def finish(number: int, hidden: Tensor) -> Float[np.ndarray, "text"]:
+        targets = wanted[number].to(hidden.device)
+        found: np.ndarray = token_losses(model, hidden, targets).double().sum(1).cpu().numpy()
+        return found
+
+    title = f"perplexity on {texts.name[:30]}"
+    passes = observed(
+        model, [batch.ids for batch in work], None, finish, title=title, progress=progress
+    )
+    for number, _, losses in passes:
+        owners = [windows.document[piece] for piece in work[number].index]
         np.add.at(sums, owners, losses)
-        np.add.at(tokens, owners, counted)
+        np.add.at(tokens, owners, (wanted[number] != IGNORED).sum(1).numpy())
     _require_numbers(loaded, texts, sums)
     return TextLosses(texts, sums, tokens)
+
+
+def _targets(batch: Batch, windows: Windows) -> Int[Tensor, "text position"]:
+    """What each position predicts; what an earlier window has scored counts no more."""
+    targets = shifted_targets(batch.ids, batch.lengths)
+    for row, piece in enumerate(batch.index):
+        targets[row, : windows.ignored[piece]] = IGNORED
+    return targets
 
 
 def _require_numbers(

@@ -19,6 +19,7 @@ from headwise.errors import ArtefactError
 from headwise.integrity.checksums import RUN_KEY, require_run
 from headwise.models.tensor_files import read_safetensors, write_safetensors
 from headwise.progress import Progress, silent, stage
+from headwise.ranks import is_first, wait
 from headwise.surgery.job import Job
 from headwise.surgery.run_state import BEFORE, RunState, StepMap
 
@@ -45,8 +46,9 @@ def save_checkpoint(job: Job, state: RunState, optimizer: torch.optim.Optimizer)
     }
     path = job.out / CHECKPOINTS / f"step-{state.step:07d}.safetensors"
     write_safetensors(path, tensors, metadata)
-    for old in kept_checkpoints(job.out)[: -job.recipe.keep]:
-        old.unlink()
+    if is_first():
+        for old in kept_checkpoints(job.out)[: -job.recipe.keep]:
+            old.unlink()
 
 
 def fresh_state(job: Job) -> RunState:
@@ -110,6 +112,7 @@ def load_best(job: Job, step: int | None = None) -> bool:
 
     With a `step`, a file of another step is refused: it is not the best of this run.
     """
+    wait()  # until it is written
     path = _best_path(job)
     if not path.exists():
         return False

@@ -23,6 +23,7 @@ from headwise.forward.partial_run import layer_input, run_from
 from headwise.forward.tap import tapped
 from headwise.models.architectures import backbone_of, device_of
 from headwise.models.tensor_files import read_safetensors, write_safetensors
+from headwise.ranks import each_writes
 from headwise.surgery.recipe import Recipe
 from headwise.surgery.run_state import MassMap
 from headwise.surgery.slice_training import Master, training_slices, write_masters
@@ -123,5 +124,6 @@ def _prefix(model: PreTrainedModel, lowest: int, path: Path, block: Batch) -> Te
     with torch.no_grad():
         hidden = layer_input(model, block.ids.to(device_of(model)), lowest)
     found = hidden.float().cpu().contiguous()
-    write_safetensors(path, {_HIDDEN: found})
+    with each_writes():
+        write_safetensors(path, {_HIDDEN: found})
     return found

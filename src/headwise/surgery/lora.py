@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from headwise.errors import HeadwiseError
+from headwise.errors import HeadwiseError, ModelError
 from headwise.models.architectures import is_transposed, projection_name, projection_of
 from headwise.models.family import Role
 from headwise.models.patch import Slice
@@ -32,6 +32,13 @@ class LoraAdapter:
         widths = [sum(model.get_submodule(name).weight.shape) for name in self._names]  # type: ignore[arg-type]
         self.rank = max(1, round(budget / sum(widths)))
         self._seed = seed
+        offloaded = [n for n in self._names if self._weight(n).is_meta]
+        if offloaded:
+            raise ModelError(
+                "lora cannot train offloaded weights: PEFT makes its factors where the weight is",
+                where=offloaded[0],
+                fix="place the planned layers on a device in --device-map, or use another mode",
+            )
 
     def __enter__(self) -> LoraAdapter:
         try:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from headwise.forward.attention import mass_at
 from headwise.forward.losses import shifted_targets, token_losses
-from headwise.forward.tap import Sight, tapped
-from headwise.models.architectures import backbone_of, device_of, geometry_of
+from headwise.forward.passes import observed
+from headwise.forward.tap import Sight
+from headwise.models.architectures import geometry_of
 from headwise.surgery.run_state import MassMap
 from headwise.texts.batches import Batch
 from headwise.texts.corpus import Corpus
@@ -25,30 +26,33 @@ def first_token_map(model: PreTrainedModel, corpus: Corpus) -> MassMap:
     geometry = geometry_of(model)
     sums = torch.zeros(geometry.num_layers, geometry.num_heads, dtype=torch.float64)
     blocks = (corpus.validation or corpus.train)[:_PROBE_BLOCKS]
-    with torch.inference_mode():
-        for block in blocks:
-            with tapped(model, partial(_add_mass, geometry.layers, sums, block.lengths)):
-                backbone_of(model)(input_ids=block.ids.to(device_of(model)), use_cache=False)
+
+    def add_up(number: int, sight: Sight) -> Float[Tensor, "head"]:
+        return _row_masses(blocks[number].lengths, sight)
+
+    for _, layer, found in observed(model, [block.ids for block in blocks], add_up):
+        assert layer is not None
+        sums[geometry.layers.index(layer)] += found
     means: MassMap = (sums / sum(len(block.lengths) for block in blocks)).tolist()
     return means
 
 
-def _add_mass(layers: tuple[int, ...], sums: Tensor, lengths: Tensor, sight: Sight) -> None:
-    """Add each row's own mean over its real queries."""
+def _row_masses(lengths: Int[Tensor, "row"], sight: Sight) -> Float[Tensor, "head"]:
+    """The sum over rows of each row's own mean over its real queries."""
     mass = mass_at(sight.scores, sight.lse, None)
     real = torch.arange(mass.shape[2], device=mass.device)[None] < lengths[:, None].to(mass.device)
     means = (mass * real[:, None]).sum(2) / real.sum(1)[:, None]
-    sums[layers.index(sight.layer)] += means.sum(0).double().cpu()
+    return means.sum(0).double().cpu()
 
 
 def mean_loss(model: PreTrainedModel, blocks: Sequence[Batch]) -> float:
     """Mean loss in nats over the predicted tokens of blocks."""
-    total, tokens = 0.0, 0
-    with torch.inference_mode(), tapped(model):
-        for block in blocks:
-            ids = block.ids.to(device_of(model))
-            hidden = backbone_of(model)(input_ids=ids, use_cache=False).last_hidden_state
-            losses = token_losses(model, hidden, shifted_targets(ids, block.lengths))
-            total += float(losses.double().sum())
-            tokens += int((block.lengths - 1).sum())
-    return total / max(tokens, 1)
+
+    def finish(number: int, hidden: Tensor) -> float:
+        block = blocks[number]
+        targets = shifted_targets(block.ids, block.lengths).to(hidden.device)
+        return float(token_losses(model, hidden, targets).double().sum())
+
+    found = observed(model, [block.ids for block in blocks], None, finish)
+    total = sum(loss for _, _, loss in found)
+    return total / max(sum(int((block.lengths - 1).sum()) for block in blocks), 1)

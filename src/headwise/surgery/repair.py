@@ -24,10 +24,10 @@ from headwise.diagnosis.mean_outputs import measure_means
 from headwise.errors import SelectionError, SettingsError
 from headwise.forward.guard import guard
 from headwise.frames import frame
-from headwise.models.architectures import device_of
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.patch import Patch, Slice
 from headwise.progress import Progress, silent
+from headwise.ranks import by_the_first, is_first
 from headwise.settings import changed
 from headwise.surgery.checkpoints import load_best
 from headwise.surgery.job import PREFIX, Held, Job, Tracker, hold
@@ -115,8 +115,8 @@ def repair(
         recipe = changed(recipe, steps=0)
     blocks = repair_corpus(corpus, loaded, recipe, excluded)
     settings = asked_settings(plan, recipe, mode, seed, blocks, fingerprint, keep)
-    if is_finished(settings, out, resume=resume):
-        shutil.rmtree(out / PREFIX, ignore_errors=True)  # a kill may have come just before this
+    if by_the_first(lambda: is_finished(settings, out, resume=resume)):
+        _drop_cache(out)  # a kill may have come just before this
         return finished_run(out)
     guard(model, recipe.block)
     settings.save(out)
@@ -142,7 +142,11 @@ def _finish(done: RepairRun, settings: RunSettings) -> None:
         stock_loss=done.stock_loss,
         alarms=done.alarms,
     ).save(done.out)
-    shutil.rmtree(done.out / PREFIX, ignore_errors=True)
+    _drop_cache(done.out)
+
+
+def _drop_cache(out: Path) -> None:
+    by_the_first(lambda: shutil.rmtree(out / PREFIX, ignore_errors=True))
 
 
 def finished_run(out: Path) -> RepairRun:
@@ -303,7 +307,7 @@ def _train_masters(
 ) -> tuple[Patch, RunState]:
     """Train float32 masters of the slices; output biases of `compensate` are set, not trained."""
     trained = {n: part for n, part in start.slices.items() if not n.endswith(".o_bias")}
-    masters = tuple(make_masters(trained, device_of(job.model)))
+    masters = tuple(make_masters(trained, job.model))
     job = replace(job, masters=masters, trained=tuple(m.value for m in masters))
     start.apply(job.model)
     try:
@@ -336,7 +340,7 @@ def _train_lora(
 
 def _tracker(name: str | None, out: Path, settings: RunSettings) -> Tracker | None:
     """TensorBoard, Trackio, W&B and others through accelerate; None if not asked for."""
-    if name is None:
+    if name is None or not is_first():
         return None
     from accelerate import Accelerator
 

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from headwise.forward.frozen import frozen
 from headwise.forward.replaced_forward import Forward, replaced_forward
 from headwise.models.architectures import is_transposed
+from headwise.models.offloading import execution_device
 from headwise.models.patch import Slice
 from headwise.models.slices import Span, write_slices
 
@@ -53,8 +54,8 @@ class Master:
         return tuple(joined)
 
 
-def make_masters(slices: Mapping[str, Slice], device: torch.device) -> list[Master]:
-    """One master a parameter, starting from the slices' `after` values."""
+def make_masters(slices: Mapping[str, Slice], model: PreTrainedModel) -> list[Master]:
+    """One master a parameter, from the slices' `after` values, where its layer runs."""
     by_parameter: dict[str, list[str]] = {}
     for name in sorted(slices, key=lambda n: slices[n].span):
         by_parameter.setdefault(slices[name].span.parameter, []).append(name)
@@ -63,11 +64,8 @@ def make_masters(slices: Mapping[str, Slice], device: torch.device) -> list[Mast
         spans = tuple(slices[name].span for name in names)
         axis = spans[0].axis
         value = torch.cat([slices[name].after.float() for name in names], axis)
-        masters.append(
-            Master(
-                parameter, axis, tuple(names), spans, nn.Parameter(value.to(device).contiguous())
-            )
-        )
+        value = value.to(execution_device(model, parameter)).contiguous()
+        masters.append(Master(parameter, axis, tuple(names), spans, nn.Parameter(value)))
     return masters
 
 

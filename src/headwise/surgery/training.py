@@ -2,6 +2,11 @@
 
 A step is a function of the masters, the optimizer's moments and the step number: which blocks it
 sees follows from seed and step.
+
+With several processes each takes its share of a step's micro-batches and their slice gradients,
+nothing else, go around. They are added one after the other as one process would: a sum in another
+order would differ, and Adam turns a difference in a tiny gradient into a whole step. So a run may
+be started with two processes and resumed with one, to the same bits.
 """
 
 from __future__ import annotations
@@ -10,16 +15,19 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
+from torch import Tensor, nn
 
 from headwise.errors import TrainingError
 from headwise.forward.divergence import divergence
 from headwise.forward.losses import shifted_targets, summed_loss
 from headwise.models.architectures import backbone_of, device_of
 from headwise.progress import Progress, silent
+from headwise.ranks import anyone, gathered_tensors, place, shared_out
 from headwise.surgery.checkpoints import (
     fresh_state,
     kept_checkpoints,
@@ -33,6 +41,8 @@ from headwise.surgery.recipe import Recipe, learning_rate
 from headwise.surgery.run_state import RunState, StepMap, TrainStep, Validation
 from headwise.texts.batches import Batch, join_batches
 from headwise.texts.corpus import Corpus, block_at
+
+Work = Callable[[], float]  # runs one backward pass and returns its part of the loss
 
 
 def train(job: Job, *, resume: bool = False, progress: Progress = silent) -> RunState:
@@ -86,6 +96,8 @@ def _train(job: Job, resume: bool, progress: Progress, asked: list[int]) -> RunS
         row = _step(job, optimizer, state.step)
         _require_number(job, row)
         _record(job, state, row)
+        if anyone(bool(asked)):
+            asked.append(signal.SIGINT)
         if asked or state.step % recipe.save_every == 0:
             save_checkpoint(job, state, optimizer)
         if asked:
@@ -134,30 +146,75 @@ def optimizer_step(
 
 def backward_step(job: Job, blocks: list[tuple[int, Batch]], tokens: int) -> float:
     """Gradients of the mean loss over all micro-batches of a step; returns that loss."""
-    total = 0.0
+    size = job.recipe.batch_size
+    parts = [blocks[start : start + size] for start in range(0, len(blocks), size)]
     with job.forward():
-        for start in range(0, len(blocks), job.recipe.batch_size):
-            part = blocks[start : start + job.recipe.batch_size]
-            batch = join_batches([block for _, block in part])
-            hidden = last_hidden(job, batch, part)
-            targets = shifted_targets(batch.ids.to(device_of(job.model)), batch.lengths)
-            loss = summed_loss(job.model, hidden, targets) / tokens
-            loss.backward()
-            total += float(loss.detach())
-    return total
+        work = [partial(_backward_part, job, part, tokens) for part in parts]
+        return sum_gradients(job.trained, work)
+
+
+def _backward_part(job: Job, part: list[tuple[int, Batch]], tokens: int) -> float:
+    batch = join_batches([block for _, block in part])
+    hidden = last_hidden(job, batch, part)
+    targets = shifted_targets(batch.ids, batch.lengths).to(hidden.device)
+    loss = summed_loss(job.model, hidden, targets) / tokens
+    loss.backward()
+    return float(loss.detach())
 
 
 def _backward_held(job: Job, held: Held, step: int) -> None:
     """Add the gradients of the weighted KL to stock on this step's blocks of kept text."""
     count = job.recipe.hold_blocks
+    places = [block_at(len(held.blocks), job.seed, step * count + i) for i in range(count)]
     with job.forward():
-        for i in range(count):
-            place = block_at(len(held.blocks), job.seed, step * count + i)
-            block = held.blocks[place]
-            ids = block.ids.to(device_of(job.model))
-            hidden = backbone_of(job.model)(input_ids=ids, use_cache=False).last_hidden_state
-            apart = divergence(job.model, hidden, held.hidden[place], block.lengths)
-            (apart * (job.recipe.hold_weight / count)).backward()
+        sum_gradients(job.trained, [partial(_backward_apart, job, held, n) for n in places])
+
+
+def _backward_apart(job: Job, held: Held, number: int) -> float:
+    block = held.blocks[number]
+    ids = block.ids.to(device_of(job.model))
+    hidden = backbone_of(job.model)(input_ids=ids, use_cache=False).last_hidden_state
+    apart = divergence(job.model, hidden, held.hidden[number], block.lengths)
+    (apart * (job.recipe.hold_weight / job.recipe.hold_blocks)).backward()
+    return float(apart.detach())
+
+
+def sum_gradients(parameters: Sequence[nn.Parameter], work: Sequence[Work]) -> float:
+    """Add all backward passes to what is in `.grad`; returns the sum of their losses."""
+    if place().world == 1:
+        return sum(one() for one in work)
+    total = 0.0
+    sums = [parameter.grad for parameter in parameters]
+    for losses, passes in _rounds(parameters, work):
+        total = sum(losses, total)
+        for gradients in passes:
+            for i, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+                own, before = gradient.view_as(parameter).to(parameter.device), sums[i]
+                sums[i] = own if before is None else before.add_(own)
+    for parameter, found in zip(parameters, sums, strict=True):
+        parameter.grad = found
+    return total
+
+
+def _rounds(
+    parameters: Sequence[nn.Parameter], work: Sequence[Work]
+) -> Iterator[tuple[list[float], list[Sequence[Tensor]]]]:
+    """Rounds of one micro-batch a process: their losses, and their gradients, in order."""
+    world = place().world
+    sizes = [parameter.numel() for parameter in parameters]
+    for start in range(0, len(work), world):
+        chosen = work[start : start + world]
+        for parameter in parameters:
+            parameter.grad = None
+        losses = [loss for _, loss in shared_out(lambda one: one(), chosen)]
+        flat = torch.cat([_gradient(parameter) for parameter in parameters])
+        yield losses, [one.split(sizes) for one in gathered_tensors(flat)[: len(chosen)]]
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """As one row; zeros in a process that had no micro-batch in this round."""
+    gradient = parameter.grad
+    return torch.zeros(parameter.numel()) if gradient is None else gradient.flatten().cpu()
 
 
 def step_blocks(corpus: Corpus, recipe: Recipe, seed: int, step: int) -> list[tuple[int, Batch]]:

@@ -1,0 +1,271 @@
+"""`headwise bench scale`: a model larger than memory, and how the work grows.
+
+A random model of BLOOM's shape is written to disk and diagnosed layer by layer in a process with a
+limit on its address space; the kernel's own count of its memory stands beside the limit, and its
+time beside the time to read the same files. Growth is the exponent of a power law, fitted to CPU
+seconds at doubled sizes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headwise.progress import Progress, silent, stage
+
+GIGA = 10**9
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A BLOOM model's sizes."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+
+    @property
+    def weights(self) -> int:
+        """All of them; the output head is the embedding."""
+        layer = 12 * self.hidden**2 + 13 * self.hidden
+        return self.layers * layer + self.vocabulary * self.hidden + 4 * self.hidden
+
+
+BLOOM_3B = Shape(layers=30, hidden=2560, heads=32, vocabulary=250_880)
+
+
+SMALL = Shape(layers=4, hidden=256, heads=8, vocabulary=2_000)
+
+
+@dataclass(frozen=True)
+class StreamedRow:
+    """A diagnosis from disk under a memory limit, beside reading the files."""
+
+    case: str
+    weights_gb: float
+    limit_gb: float
+    peak_gb: float  # resident, the kernel's count of the whole process
+    wall_s: float
+    cpu_s: float
+    read_s: float  # the same files once, by plain reads in the same run
+    time_to_read: float
+    texts: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class GrowthRow:
+    """CPU seconds of a diagnosis as one size doubles, and the fitted exponent."""
+
+    case: str
+    grows: str
+    sizes: str
+    cpu_s: str
+    exponent: float
+
+
+def bench_scale(
+    *,
+    folder: Path,
+    shape: Shape = BLOOM_3B,
+    limit_gb: float = 4.0,
+    texts: int = 8,
+    length: int = 64,
+    progress: Progress = silent,
+) -> list[StreamedRow | GrowthRow]:
+    """A streamed diagnosis of a model on disk, and growth with tokens, texts, heads and layers."""
+    model = folder / "model"
+    try:
+        stage(f"writing {shape.weights * 4 / GIGA:.1f} GB of random weights", progress)
+        write_model(model, shape)
+        stage("diagnosing it layer by layer", progress)
+        streamed = _streamed(model, folder, shape, limit_gb, texts, length)
+    finally:
+        shutil.rmtree(model, ignore_errors=True)
+    stage("growth", progress)
+    return [streamed, *_growth(folder)]
+
+
+def write_model(folder: Path, shape: Shape, seed: int = 0) -> None:
+    """A random BLOOM model in float32, one file a layer, never more than one layer in memory."""
+    import torch
+    from accelerate import init_empty_weights
+    from transformers import BloomConfig, BloomForCausalLM
+
+    from headwise.models.patient import patient_dir
+    from headwise.models.tensor_files import write_safetensors
+
+    config = BloomConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        n_layer=shape.layers,
+        n_head=shape.heads,
+    )
+    config.architectures = ["BloomForCausalLM"]
+    config.save_pretrained(folder)
+    for file in patient_dir().glob("*token*"):
+        shutil.copy(file, folder / file.name)
+    with init_empty_weights():
+        model = BloomForCausalLM(config)
+    torch.manual_seed(seed)
+    files: dict[str, str] = {}
+    for name, part in _parts(model):
+        shard = f"{name}.safetensors"
+        tensors = {key: _random(key, tuple(value.shape)) for key, value in part.items()}
+        write_safetensors(folder / shard, tensors, {"format": "pt"})
+        files |= dict.fromkeys(tensors, shard)
+    index = {"metadata": {"total_size": shape.weights * 4}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _parts(model: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The parameters of each layer, and what is outside of them one by one."""
+    named = dict(model.named_parameters())
+    layers: dict[str, dict[str, Any]] = {}
+    for name, value in named.items():
+        inside = name.startswith("transformer.h.")
+        key = f"layer-{int(name.split('.')[2]):03d}" if inside else name
+        layers.setdefault(key, {})[name] = value
+    yield from sorted(layers.items())
+
+
+def _random(name: str, shape: tuple[int, ...]) -> Any:
+    import torch
+
+    if len(shape) == 2:
+        return torch.randn(shape) * 0.02
+    return torch.ones(shape) if name.endswith("norm.weight") else torch.zeros(shape)
+
+
+def _streamed(
+    model: Path, folder: Path, shape: Shape, limit_gb: float, texts: int, length: int
+) -> StreamedRow:
+    sample = folder / "texts.jsonl"
+    sample.write_text("".join(json.dumps({"text": _text(n, length)}) + "\n" for n in range(texts)))
+    read = _read_seconds(model)
+    command = ["diagnose", str(model), "--texts", str(sample), "--max-length", str(length)]
+    command += ["--batch-size", "2", "--stream", "--no-bos", "--no-figures"]
+    command += ["--out", str(folder / "d")]
+    started, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    peak = _limited([sys.executable, "-m", "headwise", *command], limit_gb)
+    wall, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+    found = json.loads((folder / "d" / "diagnosis.json").read_text())
+    return StreamedRow(
+        case=f"BLOOM, {shape.layers} layers of {shape.hidden}",
+        weights_gb=round(sum(f.stat().st_size for f in model.glob("*.safetensors")) / GIGA, 2),
+        limit_gb=limit_gb,
+        peak_gb=round(peak / GIGA, 2),
+        wall_s=round(wall, 1),
+        cpu_s=round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 1),
+        read_s=round(read, 1),
+        time_to_read=round(wall / read, 1),
+        texts=texts,
+        tokens=int(found["provenance"]["texts"]["tokens"]),
+    )
+
+
+def _text(number: int, length: int) -> str:
+    return " ".join(f"The ship {number + n} left the harbour." for n in range(length))
+
+
+def _read_seconds(folder: Path) -> float:
+    """Plain sequential reads of all weight files, first asked to be forgotten by the kernel."""
+    started = time.perf_counter()
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb", buffering=0) as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            while opened.read(2**24):
+                pass
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return time.perf_counter() - started
+
+
+def _limited(command: Sequence[str], limit_gb: float) -> int:
+    """Run with a limit on the address space; returns the largest resident size, in bytes."""
+    limit = int(limit_gb * GIGA)
+
+    def lower() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
+    process = subprocess.Popen(command, preexec_fn=lower, env=environment)
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return used.ru_maxrss * 1024
+
+
+def _growth(folder: Path) -> Iterator[GrowthRow]:
+    cases: dict[str, tuple[Sequence[int], Callable[[int], tuple[Shape, int, int]]]] = {
+        "tokens a text": ((256, 512, 1024, 2048), lambda n: (SMALL, 2, n)),
+        "texts": ((4, 8, 16, 32), lambda n: (SMALL, n, 256)),
+        "heads a layer": ((4, 8, 16, 32), lambda n: (_with_heads(n), 4, 512)),
+        "layers": ((2, 4, 8, 16), lambda n: (_with_layers(n), 4, 512)),
+    }
+    for name, (sizes, case) in cases.items():
+        seconds = [_cpu_seconds(*case(size), folder) for size in sizes]
+        yield GrowthRow(
+            case="diagnose",
+            grows=name,
+            sizes=" ".join(map(str, sizes)),
+            cpu_s=" ".join(f"{s:.2f}" for s in seconds),
+            exponent=round(fitted_exponent(sizes, seconds), 2),
+        )
+
+
+def _with_heads(heads: int) -> Shape:
+    """Heads of one width: the model grows with them."""
+    return Shape(SMALL.layers, 32 * heads, heads, SMALL.vocabulary)
+
+
+def _with_layers(layers: int) -> Shape:
+    return Shape(layers, SMALL.hidden, SMALL.heads, SMALL.vocabulary)
+
+
+def _cpu_seconds(shape: Shape, texts: int, length: int, folder: Path) -> float:
+    """The smaller of two runs of the measuring itself, one thread."""
+    import torch
+    from transformers import BloomConfig, BloomForCausalLM
+
+    from headwise.diagnosis.measures import measure_heads
+    from headwise.texts.batches import batches
+
+    torch.manual_seed(0)
+    config = BloomConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        n_layer=shape.layers,
+        n_head=shape.heads,
+    )
+    model = BloomForCausalLM(config).eval()
+    ids = torch.randint(3, shape.vocabulary, (texts, length)).tolist()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        found = []
+        for _ in range(2):
+            started = time.process_time()
+            measure_heads(model, batches(ids, 1), num_texts=texts, max_length=length, pooled=True)
+            found.append(time.process_time() - started)
+    finally:
+        torch.set_num_threads(threads)
+    return min(found)
+
+
+def fitted_exponent(sizes: Sequence[int], seconds: Sequence[float]) -> float:
+    """The slope of log seconds over log size, by least squares."""
+    import numpy as np
+
+    slope: float = np.polyfit(np.log(sizes), np.log(seconds), 1)[0]
+    return float(slope)

@@ -1,0 +1,210 @@
+"""Weights that stay in their safetensors files and are read when they are wanted, by name.
+
+For models larger than memory: the model has its modules, its buffers and no weights; accelerate's
+hooks bring those of a module while it runs. Files are read, not mapped, so that memory is what the
+process asked for and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import ChainMap
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from accelerate.hooks import attach_align_device_hook
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from headwise.errors import ModelError
+from headwise.models.tensor_files import LARGEST_HEADER, require_length
+
+_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+
+
+PIECE = 2**24  # numbers of a weight that are read at once where it need not be whole
+
+
+_STORED = "_headwise_stored"  # on the model itself
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where one tensor lies."""
+
+    file: Path
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """The numbers from `start` to `stop`, as one row."""
+        size = self.dtype.itemsize
+        buffer = bytearray((stop - start) * size)
+        with self.file.open("rb") as file:
+            file.seek(self.offset + start * size)
+            if file.readinto(buffer) != len(buffer):
+                raise ModelError("the weight file is cut off", where=self.file, fix="copy it again")
+        return torch.frombuffer(buffer, dtype=self.dtype) if buffer else torch.empty(0)
+
+    @property
+    def numel(self) -> int:
+        """How many numbers it has."""
+        return torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class StoredWeights(Mapping[str, Tensor]):
+    """All weights of a model by their names in it, in one precision."""
+
+    tensors: Mapping[str, StoredTensor] = field(repr=False)
+    dtype: torch.dtype
+
+    def __getitem__(self, name: str) -> Tensor:
+        stored = self.tensors[name]
+        return stored.read(0, stored.numel).to(self.dtype).view(stored.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def pieces(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        """A weight in order, whole rows at a time, each with the number of its first row."""
+        stored = self.tensors[name]
+        width = stored.numel // stored.shape[0] if stored.shape else 1
+        rows = max(1, PIECE // max(width, 1))
+        for start in range(0, stored.shape[0] if stored.shape else 1, rows):
+            stop = min(start + rows, stored.shape[0] if stored.shape else 1)
+            piece = stored.read(start * width, stop * width).to(self.dtype)
+            yield start, piece.view(stop - start, *stored.shape[1:])
+
+    def rows(self, name: str, chosen: Int[Tensor, "..."]) -> Float[Tensor, "... width"]:
+        """Some rows of a matrix; each of them is read once."""
+        stored = self.tensors[name]
+        wanted, places = chosen.unique(return_inverse=True)
+        width = stored.shape[1]
+        found = torch.stack([stored.read(n * width, (n + 1) * width) for n in wanted.tolist()])
+        return found.to(self.dtype)[places]
+
+    @property
+    def num_bytes(self) -> int:
+        """On disk; what is tied lies there once."""
+        places = {(one.file, one.offset): one for one in self.tensors.values()}
+        return sum(one.numel * one.dtype.itemsize for one in places.values())
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of all safetensors files of a model directory."""
+    found: dict[str, StoredTensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            found |= _tensors_of(path)
+        except (OSError, ValueError, AttributeError, TypeError, LookupError) as error:
+            raise ModelError(
+                f"the weight file is damaged or cut off ({str(error)[:200]})",
+                where=path,
+                fix="download or copy the weights again",
+            ) from None
+    return found
+
+
+def _tensors_of(path: Path) -> dict[str, StoredTensor]:
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(min(size, LARGEST_HEADER)))
+    header.pop("__metadata__", None)
+    require_length(header, 8 + size, path.stat().st_size)
+    return {
+        name: StoredTensor(
+            path,
+            8 + size + int(entry["data_offsets"][0]),
+            _TYPES.get(entry["dtype"], torch.uint8),
+            tuple(entry["shape"]),
+        )
+        for name, entry in header.items()
+    }
+
+
+def stored_bytes(folder: Path) -> int:
+    """The size of a model directory's safetensors files."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def empty_model(folder: Path, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
+    """The model of a directory with hooks that read each module's weights when it runs."""
+    config = AutoConfig.from_pretrained(folder, **options)
+    with init_empty_weights():
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+    stored = stored_tensors(folder)
+    weights = StoredWeights(_by_name(model, stored, folder), dtype)
+    for name, buffer in model.named_buffers():
+        if name in stored:
+            one = stored[name]
+            buffer.copy_(one.read(0, one.numel).view(one.shape))
+    attach_align_device_hook(model, execution_device="cpu", offload=True, weights_map=weights)
+    vars(model)[_STORED] = weights
+    model.config._name_or_path = str(folder)
+    model.eval()
+    return model
+
+
+def _by_name(
+    model: PreTrainedModel, stored: Mapping[str, StoredTensor], folder: Path
+) -> dict[str, StoredTensor]:
+    """Stored tensors by the model's names: some files have the base model's prefix, some do not."""
+    prefix = f"{model.base_model_prefix}."
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
+    found = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names = [name, name.removeprefix(prefix), prefix + name]
+        source = tied.get(name, name)
+        names += [source, source.removeprefix(prefix), prefix + source]
+        place = next((one for one in names if one in stored), None)
+        if place is None or stored[place].shape != tuple(parameter.shape):
+            raise ModelError(
+                f"this checkpoint cannot be streamed: it has no tensor that is {name}",
+                where=folder,
+                fix="load it whole (without --stream), on a machine with memory for it",
+            )
+        found[name] = stored[place]
+    return found
+
+
+def stored_weights(model: nn.Module) -> StoredWeights | None:
+    """The weights of a streamed model; None for any other."""
+    return vars(model).get(_STORED)
+
+
+@contextmanager
+def at_hand(model: PreTrainedModel, prefix: str) -> Iterator[dict[str, Tensor]]:
+    """While open the weights of one module are in memory: its hooks read nothing."""
+    weights = stored_weights(model)
+    assert weights is not None
+    found = {name: weights[name] for name in weights if name.startswith(f"{prefix}.")}
+    hooked = [
+        (f"{prefix}.{path}." if path else f"{prefix}.", vars(module)["_hf_hook"])
+        for path, module in model.get_submodule(prefix).named_modules()
+        if "_hf_hook" in vars(module)
+    ]
+    before = [hook.weights_map for _, hook in hooked]
+    try:
+        for start, hook in hooked:
+            own = {n.removeprefix(start): t for n, t in found.items() if n.startswith(start)}
+            hook.weights_map = ChainMap(own, hook.weights_map)
+        yield found
+    finally:
+        for (_, hook), weights_map in zip(hooked, before, strict=True):
+            hook.weights_map = weights_map

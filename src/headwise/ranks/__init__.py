@@ -1,0 +1,214 @@
+"""Several processes that work as one: items are shared out, results come back in their order.
+
+A launcher (`accelerate launch`, `torchrun`) starts the processes; the command line joins them with
+`joined()`, a program must do so itself: headwise inside a distributed training run stays alone.
+Every process gets every result and adds them up in the order of one process, so all of them hold
+the same bits and only the first one needs to write. Numbers travel through gloo, on the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from headwise.errors import HeadwiseError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_PATIENCE = timedelta(hours=6)  # a process that is alive may be slow; a dead one is seen at once
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which process this is, and of how many."""
+
+    rank: int = 0
+    world: int = 1
+
+    def __str__(self) -> str:
+        return f"process {self.rank} of {self.world}"
+
+
+_AGAIN = (
+    "look above for the other's own message (or the system's: out of memory?) and start again;\n"
+    "repair and capture go on from what was saved with --resume"
+)
+
+_places = [Place()]  # the last one is where this process is now
+_all_write = [False]
+
+
+class LostProcessError(HeadwiseError):
+    """Another process of the run has ended: this one cannot go on alone."""
+
+
+def place() -> Place:
+    """This process among those that work together."""
+    return _places[-1]
+
+
+def is_first() -> bool:
+    """Whether this process prints."""
+    return place().rank == 0
+
+
+def may_write() -> bool:
+    """Whether this process writes files: the first one, or each its own share."""
+    return is_first() or _all_write[-1]
+
+
+@contextmanager
+def joined() -> Iterator[Place]:
+    """Work together with the processes that a launcher started; alone if none did."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        yield Place()
+        return
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", timeout=_PATIENCE)
+    _places.append(Place(dist.get_rank(), world))
+    try:
+        with _told_to_end():
+            yield place()
+    finally:
+        _places.pop()
+        dist.destroy_process_group()
+
+
+@contextmanager
+def each_writes() -> Iterator[None]:
+    """While open every process writes its own files, into a folder that all of them see."""
+    _all_write.append(True)
+    try:
+        yield
+    finally:
+        _all_write.pop()
+
+
+@contextmanager
+def silent_unless_first() -> Iterator[None]:
+    """Only the first process speaks; errors of the others still reach the terminal."""
+    if is_first():
+        yield
+        return
+    before = sys.stdout
+    with open(os.devnull, "w") as nowhere:  # noqa: PTH123 - not a file of ours
+        sys.stdout = nowhere
+        try:
+            yield
+        finally:
+            sys.stdout = before
+
+
+def shared_out(
+    function: Callable[[Item], Result], items: Sequence[Item]
+) -> Iterator[tuple[Item, Result]]:
+    """`function` of every item, in order, each computed by one process and known to all.
+
+    An error in one process is raised in all of them, where its result would have come.
+    """
+    here = place()
+    if here.world == 1:
+        for item in items:
+            yield item, function(item)
+        return
+    for start in range(0, len(items), here.world):
+        mine = start + here.rank
+        found = _tried(function, items[mine]) if mine < len(items) else None
+        answers = _gathered(found)[: len(items) - start]
+        for item, (result, error) in zip(items[start : start + here.world], answers, strict=True):
+            if error is not None:
+                raise error
+            yield item, result
+
+
+def _tried(function: Callable[[Item], Result], item: Item) -> tuple[Result | None, Any]:
+    try:
+        return function(item), None
+    except HeadwiseError as error:
+        return None, error
+    except Exception as error:  # noqa: BLE001 - it is raised again, in every process
+        return None, HeadwiseError(f"{place()}: {type(error).__name__}: {error}")
+
+
+def by_the_first(function: Callable[[], Result]) -> Result:
+    """What the first process finds, in all of them; its known failure is everybody's."""
+    here = place()
+    if here.world == 1:
+        return function()
+    answer = _gathered(_tried(lambda _: function(), None) if here.rank == 0 else None)[0]
+    if answer[1] is not None:
+        raise answer[1]
+    result: Result = answer[0]
+    return result
+
+
+def anyone(said: bool) -> bool:
+    """Whether it is so in any process."""
+    return said if place().world == 1 else any(_gathered(said))
+
+
+def wait() -> None:
+    """Go on when all processes are here: what the first wrote can then be read."""
+    anyone(False)
+
+
+def gathered_tensors(tensor: Tensor) -> list[Tensor]:
+    """The tensors of all processes, by rank; they have one shape."""
+    import torch
+    import torch.distributed as dist
+
+    mine = tensor.detach().cpu().contiguous()
+    found = [torch.empty_like(mine) for _ in range(place().world)]
+    with _watching():
+        dist.all_gather(found, mine)
+    return found
+
+
+def _gathered(value: object) -> list[Any]:
+    import torch.distributed as dist
+
+    found: list[Any] = [None] * place().world
+    with _watching():
+        dist.all_gather_object(found, value)
+    return found
+
+
+@contextmanager
+def _watching() -> Iterator[None]:
+    """A connection that breaks means that another process is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise LostProcessError(
+            "another process of this run has ended, so this one stops too",
+            where=f"{place()} ({str(error).splitlines()[0][:120]})",
+            fix=_AGAIN,
+        ) from None
+
+
+@contextmanager
+def _told_to_end() -> Iterator[None]:
+    """A launcher that has lost one process ends the others: they say so instead of vanishing."""
+
+    def end(number: int, frame: object) -> None:
+        raise LostProcessError(
+            "the launcher ends this process: another one has failed", where=place(), fix=_AGAIN
+        )
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
