@@ -158,7 +158,7 @@ def minding(quiet: bool, yes: bool) -> Budget:
     from headwise.cli.show import console
 
     def mind(model: Any, work: Work) -> None:
-        from headwise.forward.cost import estimate_cost, require_affordable
+        from headwise.cli.cost import estimate_cost, require_affordable
 
         cost = estimate_cost(model, work)
         console(quiet).print(str(cost), style="dim")
