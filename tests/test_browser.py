@@ -309,7 +309,7 @@ def test_a_film_slides_through_every_measure_and_marks_its_alarms(browser, tmp_p
     assert "sink" in labels[1]
     for label, place in zip(labels, (0, 9), strict=True):
         assert f"entropy {film.trajectory('L2H5', 'entropy')[place]:.3f}" in label
-    assert page.locator("#detail line.alarm.on").count() == 1
-    assert "L2H5 at step 70" in page.locator("#detail line.alarm title").first.text_content()
+    assert page.locator("line.alarm.on").count() == 1
+    assert "L2H5 at step 70" in page.locator("line.alarm title").first.text_content()
     assert not errors
     page.close()

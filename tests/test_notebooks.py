@@ -25,13 +25,8 @@ def cells(path: Path) -> list[str]:
     return code
 
 
-LONG = {"2_cure_the_patient": pytest.mark.slow, "3_watch_a_training_run": pytest.mark.slow}
-
-
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "path", [pytest.param(path, marks=LONG.get(path.stem, ()), id=path.stem) for path in NOTEBOOKS]
-)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
 def test_a_notebook_runs(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {"__name__": path.stem}

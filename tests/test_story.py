@@ -19,7 +19,7 @@ EXTRA = {
     "evaluate": ["--texts", "held.jsonl", "--heads", "L0H1"],
     "capture": ["--max-length", "64", "--buckets", "uniform:8"],
 }
-FIRST = ("diagnose", "repair", "evaluate", "complete", "capture")
+FIRST = ("diagnose", "triage", "repair", "evaluate", "complete", "capture")
 
 
 def sick_gpt2():

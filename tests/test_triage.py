@@ -265,7 +265,7 @@ def test_a_diagnosis_of_other_weights_and_too_little_text_are_refused(small, tok
 
 def test_a_model_without_sick_heads_has_an_empty_triage(small, tokenizer):
     model, _, texts, _ = small
-    healthy = diagnose(model, tokenizer, texts, name="t", thresholds=Thresholds(2.0, 2.0, 0.0))
+    healthy = diagnose(model, tokenizer, texts, name="t", thresholds=Thresholds(1.0, 1.0, 0.0))
     found = triage(model, tokenizer, healthy, texts)
     assert not found.heads
     assert set(found.counts.values()) == {0}
