@@ -296,7 +296,7 @@ def _peer(model: Any, length: int, folder: Path) -> Work:
     model.gradient_checkpointing_enable()
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    masks: dict[str, Any] = {}
+    masks: dict[str, torch.Tensor] = {}
     for span in spans_of(model, _operated(model)).values():
         parameter = model.get_parameter(span.parameter)
         masks.setdefault(span.parameter, torch.zeros_like(parameter))

@@ -222,7 +222,7 @@ def _scores(module: nn.Module, q: Tensor, k: Tensor, scale: float, **parts: Any)
     return Scores(q, k, scale, **parts)
 
 
-def _mask_parts(mask: Tensor | None) -> dict[str, Any]:
+def _mask_parts(mask: Tensor | None) -> dict[str, object]:
     """A compact mask from `_compact_mask`, or a dense one for anything unusual."""
     if mask is None:
         return {}

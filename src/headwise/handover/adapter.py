@@ -169,7 +169,7 @@ def _bias(model: PreTrainedModel, one: Factors) -> Tensor:
 
 def _config(
     base: str, modules: list[str], rank: int, biased: bool, transposed: bool
-) -> dict[str, Any]:
+) -> dict[str, object]:
     try:
         from peft import LoraConfig
     except ImportError:

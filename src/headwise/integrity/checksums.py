@@ -74,7 +74,7 @@ def _text_checksum(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def sealed_row(row: Mapping[str, Any], run: str, free: frozenset[str] = frozenset()) -> str:
+def sealed_row(row: Mapping[str, object], run: str, free: frozenset[str] = frozenset()) -> str:
     """A line of a .jsonl file; the `free` fields (speeds) may differ between equal runs."""
     body = {**row, RUN_KEY: run} if run else dict(row)
     return json.dumps({**body, CHECKSUM: _row_checksum(body, free)}) + "\n"
@@ -91,6 +91,6 @@ def checked_row(row: Any, run: str, where: object, free: frozenset[str] = frozen
     return body
 
 
-def _row_checksum(body: Mapping[str, Any], free: frozenset[str]) -> str:
+def _row_checksum(body: Mapping[str, object], free: frozenset[str]) -> str:
     kept = {key: value for key, value in body.items() if key not in free}
     return _text_checksum(json.dumps(kept, sort_keys=True))[:_ROW_DIGITS]

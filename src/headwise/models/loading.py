@@ -40,6 +40,9 @@ from headwise.models.patch import Patch
 from headwise.models.patient import PATIENTS, empty_patch_path, patient_dir
 from headwise.models.stored_weights import StoredTensor, empty_model, stored_tensors, stored_weights
 
+Options = dict[str, str | bool | None]  # of `from_pretrained`
+
+
 DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
 
 
@@ -76,7 +79,7 @@ def load_model(
     if dtype is not None and dtype not in DTYPES:
         raise ModelError(f"unknown --dtype {dtype!r}", fix=" or ".join(DTYPES))
     path = patient_dir() if name in PATIENTS else Path(name)
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    options: Options = {"trust_remote_code": trust_remote_code}
     source: str = str(path) if is_there(path) else name
     if path.suffix == ".gguf":
         if not path.is_file():
@@ -170,7 +173,7 @@ def _too_large(path: Path, dtype: str | None) -> bool:
     return needed > _ROOM * free_memory()
 
 
-def _streamed_weights(path: Path, options: dict[str, Any], dtype: str | None) -> PreTrainedModel:
+def _streamed_weights(path: Path, options: Options, dtype: str | None) -> PreTrainedModel:
     try:
         model = empty_model(path, _stream_type(stored_tensors(path), dtype), **options)
     except ModelError:
@@ -223,7 +226,7 @@ def converted_gguf(path: Path) -> Path:
 
 
 def _convert_gguf(path: Path, folder: Path) -> None:
-    options = {"gguf_file": path.name}
+    options: Options = {"gguf_file": path.name}
     with quietly():
         tokenizer = _load_tokenizer(str(path.parent), options)
         model = _load_weights(str(path.parent), options, "float32", None, False)
@@ -248,7 +251,7 @@ def _asks_for_bos(path: Path) -> bool:
     return field is not None and bool(field.contents())
 
 
-def _load_tokenizer(source: str, options: dict[str, Any]) -> PreTrainedTokenizerBase:
+def _load_tokenizer(source: str, options: Options) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(source, **options)
     except Exception as error:  # noqa: BLE001 - other people's code on other people's files
@@ -261,7 +264,7 @@ def _load_tokenizer(source: str, options: dict[str, Any]) -> PreTrainedTokenizer
 
 def _load_weights(
     source: str,
-    options: dict[str, Any],
+    options: Options,
     dtype: str | None,
     device_map: str | Mapping[str, str | int] | None,
     allow_pickle: bool,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -74,7 +73,7 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
-def _base_of(name: str, base: object, seen: tuple[str, ...]) -> dict[str, Any]:
+def _base_of(name: str, base: object, seen: tuple[str, ...]) -> dict[str, object]:
     """What a recipe starts from; one that leads back to itself is refused."""
     if base is None:
         return {}

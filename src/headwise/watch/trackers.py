@@ -64,7 +64,7 @@ def _tell_tensorboard(writer: Any, reading: Reading) -> None:
 
 def _tell_run(run: Any, library: Any, reading: Reading) -> None:
     """One log call; the step is a field, as transformers' own callbacks have it."""
-    values: dict[str, Any] = {f"{PREFIX}/{n}": v for n, v in reading.scalars.items()}
+    values: dict[str, object] = {f"{PREFIX}/{n}": v for n, v in reading.scalars.items()}
     values[f"{PREFIX}/grid"] = library.Image(head_picture(reading))
     for name in HISTOGRAMS:
         values[f"{PREFIX}/{name}"] = library.Histogram(reading.maps[name].ravel())
