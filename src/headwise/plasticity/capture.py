@@ -131,7 +131,7 @@ def _capture_as_it_is(
     if finished is not None:
         return finished
     guard(model, max(map(len, encoded)))
-    staging = _prepare(folder, info)
+    staging = by_the_first(lambda: _prepare(folder, info))  # its sweep must not meet a writer
     portions = list(range(0, len(encoded), _PORTION_TEXTS))
 
     def portion(start: int) -> None:
