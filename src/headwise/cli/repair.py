@@ -32,6 +32,7 @@ from headwise.cli.options import (
     TreatmentName,
     Yes,
     alarm,
+    announce,
     choice,
     load_reader,
     minding,
@@ -74,6 +75,7 @@ def repair(
     quiet: Quiet = False,
 ) -> None:
     """Operate on the plan's heads and train only their slices, or run a control."""
+    announce(model, quiet)
     from headwise.cli.progress_bar import progress_bars
     from headwise.surgery.modes import MODES
     from headwise.surgery.recipe import recipe_named
