@@ -2,8 +2,8 @@
 
 A head is useful if its zero ablation raises the loss: its interval lies above 0 and it is among
 the discoveries at the false discovery rate over all judged heads. It is not useful if more than
-the negligible is ruled out. Documents are added until one of the two is shown. Mean ablation, which
-decides nothing here, is measured for useful heads alone, on the documents of the first look.
+the negligible is ruled out. Documents are added until one of the two is shown, or until neither is
+to be hoped for. Mean ablation, which decides nothing here, is measured for useful heads alone, on the documents of the first look.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from headwise.proof.evaluation import HeadCost
 from headwise.proof.head_costs import Interventions, head_costs
 from headwise.proof.staged import (
     ERROR,
+    HOPE,
     METHOD,
     Staged,
     discoveries,
@@ -67,6 +68,16 @@ class Usefulness:
             for row, yes in enumerate(self.useful())
         ]
 
+    def open_rows(self) -> Bool[np.ndarray, "head"]:
+        """Heads for which more text is worth its work: undecided, and not without hope of it."""
+        return np.array(
+            [
+                verdict == "undecided" and max(self.staged.chances(row, self.negligible)) > HOPE
+                for row, verdict in enumerate(self.verdicts())
+            ],
+            dtype=bool,
+        )
+
     def _small(self, row: int) -> bool:
         return self.cost(row).high < self.negligible
 
@@ -107,8 +118,7 @@ def judge_heads(
         return head_costs(model, texts, some, Interventions(unsink=False), progress=progress).deltas
 
     def undecided(staged: Staged) -> Bool[np.ndarray, "row"]:
-        verdicts = Usefulness(chosen, staged).verdicts()
-        return np.array([verdict == "undecided" for verdict in verdicts], dtype=bool)
+        return Usefulness(chosen, staged).open_rows()
 
     found = Usefulness(chosen, in_stages(looks, tokens, (len(chosen), 1), measure, undecided))
     useful = [head for head, yes in zip(chosen, found.useful(), strict=True) if yes]

@@ -36,6 +36,7 @@ from headwise.therapy.record import Tried
 
 SEARCHED = ("release", "centre")
 DOSE_BLOCKS = 16  # training blocks on which doses are compared
+TRIALS = len(SEARCHED) + 3  # doses that are tried for one head: none, the common, less and more
 _BATCH = 4  # blocks a forward pass
 _NEGLIGIBLE = TriageThresholds().gain  # nats per token: a gain that is not worth a treatment
 _CLEAR = 2.0  # standard errors over documents that a change must be away from nothing
