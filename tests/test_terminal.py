@@ -14,6 +14,7 @@ from rich.console import Console
 
 from headwise.cli import show
 from headwise.cli.options import wrote
+from headwise.cli.repair import repaired
 from headwise.cli.show import console, drawn, grid_of, head_grid
 from headwise.diagnosis.view import diagnosis_sheet, triage_sheet
 from headwise.intervals import Interval
@@ -99,6 +100,26 @@ def test_figures_are_counted_not_listed(capsys, tmp_path):
     names = ["diagnosis.json", "a_map.png", "a_map.svg", "b_map.png", "b_map.svg"]
     wrote([tmp_path / name for name in names], False)
     assert capsys.readouterr().out == f"wrote diagnosis.json, 2 figures (PNG, SVG) in {tmp_path}\n"
+
+
+@pytest.mark.parametrize(("stock", "worse"), [(4.0, True), (4.5, False), (5.0, False)])
+def test_a_repair_that_left_the_model_worse_says_so(stock, worse, tmp_path):
+    state = SimpleNamespace(
+        validations=[SimpleNamespace(loss=5.0, step=0)],
+        best_loss=4.5,
+        best_step=2,
+        stopped="",
+    )
+    done = SimpleNamespace(
+        out=tmp_path,
+        state=state,
+        mode="surgery",
+        outcome="trained",
+        stock_loss=stock,
+        patch=SimpleNamespace(num_weights=7),
+    )
+    told = " ".join(repaired(done, None))
+    assert ("0.5000 worse than stock" in told) == worse
 
 
 @pytest.mark.parametrize(
