@@ -18,6 +18,7 @@ from headwise.cli.repair import repaired
 from headwise.cli.show import console, drawn, grid_of, head_grid
 from headwise.diagnosis.view import diagnosis_sheet, triage_sheet
 from headwise.intervals import Interval
+from headwise.sheets import sheet
 from headwise.surgery.plan import make_plan
 from reportstudy import diagnosis_of, stock_mass
 
@@ -72,6 +73,11 @@ def test_a_triage_marks_the_costs_that_are_not_0_and_keeps_to_80_columns():
     assert max(lengths) <= 80
     assert "-1.2346*" in text
     assert "+0.0100 " in text
+
+
+def test_the_title_of_a_narrow_table_stays_in_one_line():
+    title = "loss without the head (nats per token)"
+    assert title in widths(drawn(sheet(title, ("head", "change"), [("L0H1", 0.5)])))[1]
 
 
 def test_a_plan_of_many_heads_is_shown_whole_in_words():

@@ -68,12 +68,14 @@ def grid_of(layers: Sequence[int], cells: Sequence[Sequence[tuple[str, str]]]) -
 def drawn(found: Sheet) -> Table:
     """A sheet as a table; numbers are right-aligned, and what is too long goes on below."""
     headed = any(found.columns)
+    title = max(map(len, found.title.splitlines()), default=0)
     result = Table(
         title=found.title,
         title_justify="left",
         show_edge=False,
         pad_edge=False,
         show_header=headed,
+        min_width=min(title, _COLUMNS),  # a narrow table would break its title
     )
     for index, column in enumerate(found.columns):
         result.add_column(
