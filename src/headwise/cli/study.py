@@ -122,6 +122,8 @@ def _write_report(
     paper: bool | None = None,
 ) -> None:
     from headwise.cli.show import console
+
+    console(quiet).print(f"reading {source}, drawing figures", style="dim")
     from headwise.report.write import write_report
 
     path = write_report(source, out, before=before, after=after, triage=triage, paper=paper)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from headwise.alarms import Alarm
 from headwise.heads import heads_where
 from headwise.intervals import Interval
 from headwise.report.effect import effect_of
@@ -38,6 +39,9 @@ def judge(source: Source) -> Verdict:
     grave = [alarm for alarm in source.alarms if alarm.kind != "empty-completions"]
     if not grave:
         return replace(found, alarms=source.alarms)
+    if _ruined(source, grave):
+        told = "The operation ruined the model: it reads worse than token frequencies would."
+        return replace(found, headline=told, tone="bad", alarms=source.alarms)
     count = _count(len(grave), "alarm")
     without = Finding("Without the alarms it would read", found.headline, "caution")
     return Verdict(
@@ -47,6 +51,15 @@ def judge(source: Source) -> Verdict:
         found.basis,
         source.alarms,
     )
+
+
+def _ruined(source: Source, alarms: Sequence[Alarm]) -> bool:
+    """Whether only the changed model reads so badly: then the numbers are right, and bad."""
+    evaluated = None if source.stock is None else source.stock.evaluation
+    before = [condition.run.alarms for condition in source.runs if condition.run]  # on stock
+    if evaluated is None or evaluated.alarms or not before or any(before):
+        return False
+    return all(alarm.kind.startswith("loss-above") for alarm in alarms)
 
 
 def _judge(source: Source) -> Verdict:
@@ -82,7 +95,7 @@ def _basis(source: Source, main: Condition) -> str:
     steps, seeds = main.run.recipe.steps, len(source.of_arm(main.arm))
     text = f"After {steps} training steps, {seeds} seed{'s' * (seeds > 1)}"
     recovery = None if main.evaluation is None else main.evaluation.recovery
-    if recovery:
+    if recovery and recovery.judged:
         text += f"; {recovery.functional} of {recovery.judged} judged heads functionally recovered"
     return f"{size}{text}. Other budgets may order the arms otherwise."
 
