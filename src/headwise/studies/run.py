@@ -164,7 +164,8 @@ def _stock_evaluation(
 
 
 def _ablated(setting: StudySetting, operated: list[Head]) -> list[Head] | str:
-    return "all" if setting.study.ablate == "all" else sorted(set(operated))
+    wanted: dict[str, list[Head] | str] = {"all": "all", "none": "none"}
+    return wanted.get(setting.study.ablate, sorted(set(operated)))
 
 
 def _evaluate(
