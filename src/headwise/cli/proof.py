@@ -27,6 +27,7 @@ from headwise.cli.options import (
     Texts,
     Yes,
     alarm,
+    announce,
     choice,
     chosen_texts,
     load_reader,
@@ -88,6 +89,7 @@ def evaluate(
     quiet: Quiet = False,
 ) -> None:
     """Perplexities with intervals, what every head is worth, dormant neurons."""
+    announce(model, quiet)
     from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import print_sheets
     from headwise.proof.evaluate import evaluate as run, paper_prompts
@@ -135,6 +137,7 @@ def complete(
     quiet: Quiet = False,
 ) -> None:
     """Complete prompts with the stock model and with each patch, side by side."""
+    announce(model, quiet)
     from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import print_sheets
     from headwise.proof.completed_texts import Sampling, read_prompts
@@ -244,6 +247,7 @@ def capture(
     quiet: Quiet = False,
 ) -> None:
     """Record query and key vectors as Parquet, in the sniffed-qk layout."""
+    announce(model, quiet)
     from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import console
     from headwise.heads import select_in_layers

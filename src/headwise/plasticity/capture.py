@@ -51,6 +51,7 @@ from headwise.plasticity.writer import (
     is_whole,
     require_whole,
     staged_file,
+    vector_bytes,
 )
 from headwise.progress import Budget, Progress, Work, silent, told, unlimited
 from headwise.ranks import by_the_first, each_writes, shared_out
@@ -103,7 +104,8 @@ def capture(
     how = replace(how, bos=loaded.bos, max_length=loaded.length(how.max_length))
     tokens = token_count(loaded, found.texts, how.max_length)
     less = "--texts, --max-length, --layers"
-    budget(loaded.model, Work(tokens, batch_size * how.max_length, less=less))
+    size = vector_bytes(tokens, heads, geometry_of(loaded.model))
+    budget(loaded.model, Work(tokens, batch_size * how.max_length, written=size, less=less))
     with one_writer(Path(out)), applied(loaded.model, read):
         return _capture_as_it_is(loaded, found, Path(out), heads, how, batch_size, resume, progress)
 

@@ -6,7 +6,7 @@ sliding_window (of type null for full attention). A Parquet row group is one por
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from headwise.artefacts import read_text, write_atomically
 from headwise.errors import ArtefactError
 from headwise.heads import Head
 from headwise.integrity.checksums import file_checksum, require_same
+from headwise.models.architectures import Geometry
 from headwise.models.tensor_files import verified_metadata
 from headwise.plasticity.buckets import Buckets
 from headwise.plasticity.capture_info import CaptureInfo
@@ -135,3 +136,12 @@ def _table(
         ],
         schema=schema,
     )
+
+
+def vector_bytes(tokens: int, heads: Sequence[Head] | None, shape: Geometry) -> int:
+    """What the queries of some heads (default: all) and the keys they use weigh, at most."""
+    if heads is None:
+        vectors = shape.num_layers * (shape.num_heads + shape.num_kv_heads)
+    else:
+        vectors = len(heads) + len({(head.layer, head.index // shape.group) for head in heads})
+    return 4 * tokens * vectors * shape.key_dim

@@ -26,7 +26,7 @@ from headwise.forward.guard import guard
 from headwise.frames import frame
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.patch import Patch, Slice
-from headwise.progress import Progress, silent
+from headwise.progress import Progress, silent, stage
 from headwise.ranks import by_the_first, is_first
 from headwise.settings import changed
 from headwise.surgery.checkpoints import load_best
@@ -122,6 +122,7 @@ def repair(
     settings.save(out)
     job = _job(model, settings, blocks, out, _tracker(tracker, out, settings))
     job = replace(job, held=_held(loaded, keep, recipe, excluded))
+    stage("reading the validation text with the model as it is", progress)
     stock, unigram = stock_reading(loaded, blocks, recipe)
     patch, state = _run(job, settings, resume, progress)
     patch = replace(patch, documents=blocks.documents)
