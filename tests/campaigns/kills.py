@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 from campaigns import desk
@@ -124,9 +125,6 @@ def kill(folder: Path, count: int, seed: int, minutes: float | None = None) -> T
     end = time.monotonic() + 60 * minutes if minutes else float("inf")
     verbs = works(folder)
     whole = {name: _undisturbed(work, folder / "whole", chance) for name, work in verbs.items()}
-    for name, work in verbs.items():
-        for fault in FAULTS:
-            _disturb(tally, name, work, folder / "fault", whole[name], fault, chance)
     names = list(verbs)
     number = 0
     while sum(tally.tried[verb] for verb in verbs) < count and time.monotonic() < end:
@@ -134,6 +132,9 @@ def kill(folder: Path, count: int, seed: int, minutes: float | None = None) -> T
         number += 1
         if number <= ROUNDS.get(name, count) * len(names):
             _killed_run(tally, name, verbs[name], folder / "run", whole[name], chance)
+    for name, fault in product(verbs, FAULTS):
+        if time.monotonic() < end:
+            _disturb(tally, name, verbs[name], folder / "fault", whole[name], fault, chance)
     return tally
 
 
