@@ -119,8 +119,9 @@ def repair(
         _drop_cache(out)  # a kill may have come just before this
         return finished_run(out)
     guard(model, recipe.block)
+    told = _tracker(tracker, out, settings)  # refused before anything is written
     settings.save(out)
-    job = _job(model, settings, blocks, out, _tracker(tracker, out, settings))
+    job = _job(model, settings, blocks, out, told)
     job = replace(job, held=_held(loaded, keep, recipe, excluded))
     stage("reading the validation text with the model as it is", progress)
     stock, unigram = stock_reading(loaded, blocks, recipe)
