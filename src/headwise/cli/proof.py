@@ -24,6 +24,7 @@ from headwise.cli.options import (
     Quiet,
     RemoteCode,
     Seed,
+    Stream,
     Texts,
     Yes,
     alarm,
@@ -80,6 +81,7 @@ def evaluate(
     out: Out = Path("out/evaluation"),
     device_map: DeviceMap = None,
     dtype: Dtype = None,
+    stream: Stream = None,
     allow_pickle: AllowPickle = False,
     trust_remote_code: RemoteCode = False,
     force: Annotated[bool, typer.Option("--force", help="Apply patches to another base.")] = False,
@@ -95,7 +97,9 @@ def evaluate(
 
     sets = [chosen_texts(texts, lines, model), paper_prompts()]
     how, before = (dtype, device_map, allow_pickle, trust_remote_code), patch_first_tokens(patch)
-    loaded = load_reader(model, how, bos, quiet, inherited=before, max_length=max_length)
+    loaded = load_reader(
+        model, how, bos, quiet, inherited=before, max_length=max_length, stream=stream
+    )
     with resumable("nothing was written"), progress_bars(quiet) as progress:
         found = run(
             loaded,
@@ -237,6 +241,7 @@ def capture(
     out: Out = Path("out/qk"),
     device_map: DeviceMap = None,
     dtype: Dtype = None,
+    stream: Stream = None,
     allow_pickle: AllowPickle = False,
     trust_remote_code: RemoteCode = False,
     seed: Seed = 0,
@@ -252,7 +257,9 @@ def capture(
     from headwise.plasticity.capture_info import CaptureSettings
 
     how, before = (dtype, device_map, allow_pickle, trust_remote_code), patch_first_tokens(patch)
-    loaded = load_reader(model, how, bos, quiet, inherited=before, max_length=max_length)
+    loaded = load_reader(
+        model, how, bos, quiet, inherited=before, max_length=max_length, stream=stream
+    )
     settings = CaptureSettings(
         buckets, base_rate, max_length, pre_rope, choice(layout, "new", "old"), seed
     )
