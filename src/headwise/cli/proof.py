@@ -277,12 +277,9 @@ def capture(
             budget=minding(quiet, yes),
             progress=progress,
         )
-    rows = sum(captured.rows.values())
-    console(quiet).print(
-        f"{rows:,} query and key vectors, {len(captured.rows)} files, in {captured.folder}"
-    )
-    if captured.note:
-        console(quiet).print(f"note: {captured.note}")
+    count, files = sum(captured.rows.values()), len(captured.rows)
+    told = f"{count:,} query and key vectors, {files} files, in {captured.folder}"
+    console(quiet).print(told + (f"\nnote: {captured.note}" if captured.note else ""))
 
 
 def _pairs(text: str | None) -> int | str | None:
