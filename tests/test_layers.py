@@ -16,6 +16,7 @@ ORDER = """
     heads intervals frames sheets progress drawing
     models
     forward
+    passes
     texts
     diagnosis
     watch
