@@ -29,6 +29,7 @@ from headwise.proof.evaluation import Evaluation, EvaluationProvenance, HeadCost
 from headwise.proof.perplexity import TextLosses
 from headwise.studies.estimate import estimate_study
 from headwise.studies.run import run_study
+from headwise.studies.spread_runs import RunEnd
 from headwise.studies.study import STUDIES, load_study
 from headwise.studies.summary import _difference
 from headwise.texts.text_sets import TextSet
@@ -288,11 +289,10 @@ def study_command(path, out, *options):
 
 
 def workers_of(process):
-    """The numbers of a process's children that run Python for loky."""
-    found = subprocess.run(
-        ["ps", "-o", "pid=,args=", "--ppid", str(process)], capture_output=True, text=True
-    ).stdout
-    return [int(line.split()[0]) for line in found.splitlines() if "LokyProcess" in line]
+    """The numbers of a process's children that are loky's workers."""
+    listed = Path(f"/proc/{process}/task").glob("*/children")
+    children = [int(word) for path in listed for word in path.read_text().split()]
+    return [n for n in children if "popen_loky" in Path(f"/proc/{n}/cmdline").read_text()]
 
 
 def alive(process):
@@ -302,6 +302,7 @@ def alive(process):
         return False
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_workers_end_with_their_parent_and_the_study_goes_on(tmp_path, serial, corpus_dir, number):
     study, expected = serial
@@ -326,12 +327,23 @@ def test_workers_end_with_their_parent_and_the_study_goes_on(tmp_path, serial, c
     assert contents(tmp_path / "out") == expected
 
 
-def test_a_run_that_fails_does_not_keep_the_others_from_their_end(tmp_path, model_dir, corpus_dir):
-    arms = [{"name": "bad", "recipe": {"lr": 1e30}}, {"name": "sham", "mode": "sham"}]
-    path = write_study(tmp_path / "s.yaml", model_dir, corpus_dir, arms=arms)
-    with pytest.raises(TrainingError, match="not a number"):
+def test_a_run_that_fails_does_not_keep_the_others_from_their_end(
+    tmp_path, model_dir, corpus_dir, monkeypatch
+):
+    taken = []
+
+    def ends(items, workers, progress):
+        for item in items:
+            taken.append(str(item))
+            yield RunEnd(
+                item, (), TrainingError("no step", where=item) if len(taken) == 1 else None
+            )
+
+    monkeypatch.setattr("headwise.studies.spread_runs._ends", ends)
+    path = write_study(tmp_path / "s.yaml", model_dir, corpus_dir)
+    with pytest.raises(TrainingError, match=r"no step\n.*surgery s0"):
         run_study(load_study(str(path)), out=tmp_path / "out", workers=2)
-    assert (tmp_path / "out" / "runs" / "sham-s0" / "comparison.json").exists()
+    assert taken == ["surgery s0", "sham s0"]
     assert not (tmp_path / "out" / "summary.json").exists()
 
 
