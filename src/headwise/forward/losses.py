@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headwise.forward.replaced_forward import replaced_forward
+from headwise.forward.tiled_losses import tiled_losses
 from headwise.models.architectures import architecture_of
 from headwise.models.stored_weights import at_hand, stored_weights
 
@@ -51,8 +52,7 @@ def logits_of(model: PreTrainedModel, hidden: Float[Tensor, "... hidden"]) -> Te
     scale, before = _scale_of(model), architecture_of(model).before_logits
     if before:
         hidden = model.get_submodule(before)(hidden)
-    logits = scale.linear(model.get_output_embeddings()(hidden))
-    return logits if scale.cap is None else scale.cap * torch.tanh(logits / scale.cap)
+    return scale.logits(model.get_output_embeddings()(hidden))
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,11 @@ class _LogitScale:
         if self.times != 1.0:
             x = x * self.times
         return x if self.over == 1.0 else x / self.over
+
+    def logits(self, x: Tensor) -> Tensor:
+        """All of it."""
+        x = self.linear(x)
+        return x if self.cap is None else self.cap * torch.tanh(x / self.cap)
 
 
 def _scale_of(model: PreTrainedModel) -> _LogitScale:
@@ -91,10 +96,23 @@ def token_losses(
     flat, wanted = hidden.flatten(0, 1), targets.flatten()
     losses = torch.zeros(wanted.shape, dtype=torch.float32, device=hidden.device)
     chosen = torch.nonzero(wanted != IGNORED).squeeze(1)
+    if _is_linear(model):
+        losses[chosen] = _tiled(model, flat[chosen], wanted[chosen])
+        return losses.view(targets.shape)
     for rows in _chunks(model, chosen):
         logits = logits_of(model, flat[rows]).float()
         losses[rows] = F.cross_entropy(logits, wanted[rows], reduction="none")
     return losses.view(targets.shape)
+
+
+def _tiled(
+    model: PreTrainedModel, hidden: Float[Tensor, "row hidden"], targets: Int[Tensor, "row"]
+) -> Float[Tensor, "row"]:
+    """Tile by tile as the head's own forward, so that accelerate's hook brings its weights."""
+    head, adjust = model.get_output_embeddings(), _scale_of(model).logits
+    with replaced_forward([head], lambda module, _: partial(tiled_losses, module, adjust)):
+        found: Tensor = head.forward(hidden, targets)
+    return found
 
 
 def stored_losses(
@@ -145,9 +163,7 @@ class _Rows:
         """Take in the logits of some tokens, from `start` on."""
         stop = start + len(piece)
         for rows in torch.arange(len(self.chosen)).split(max(1, _CHUNK_LOGITS // len(piece))):
-            logits = scale.linear(F.linear(self.hidden[rows], piece, bias).float())
-            if scale.cap is not None:
-                logits = scale.cap * torch.tanh(logits / scale.cap)
+            logits = scale.logits(F.linear(self.hidden[rows], piece, bias).float())
             self.total[rows] = torch.logaddexp(self.total[rows], logits.logsumexp(-1))
             wanted = self.targets[rows]
             here = (wanted >= start) & (wanted < stop)
