@@ -21,5 +21,5 @@ def film_in(folder):
         maps |= {"max_logit": 5 + mass, "sink_rate": (mass > 0.3).astype(float)}
         reading = film.judged(settings.reading(10 * place, maps))
         film = film.with_reading(reading)
-        append_reading(folder, reading)
+        append_reading(folder, film)
     return film

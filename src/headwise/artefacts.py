@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
@@ -114,7 +115,9 @@ def read_json(path: Path) -> dict[str, Any]:
     text = read_text(path)
     value = parse_json(text, path)
     if not isinstance(value, dict):
-        raise ArtefactError("not a headwise artefact: no JSON object", where=path)
+        raise ArtefactError(
+            "it holds no JSON object", where=path, fix="pass the right file, or write it again"
+        )
     check_text(text, path)
     value.pop(CHECKSUM, None)
     return value
@@ -128,9 +131,21 @@ def is_there(path: Path) -> bool:
         return False
 
 
+def require_regular(path: Path) -> None:
+    """Refuse a pipe or a device, on which a reader would wait for ever (OSError: nothing there)."""
+    mode = Path(path).stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise ArtefactError(
+            "neither a file nor a folder, but a pipe or a device",
+            where=path,
+            fix="save its content in a file first",
+        )
+
+
 def read_text(path: Path) -> str:
     """The UTF-8 text of a file; what cannot be read is an `ArtefactError`."""
     try:
+        require_regular(path)
         return Path(path).read_text(encoding="utf-8")
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         raise ArtefactError("no such file", where=path, fix="check the path") from None

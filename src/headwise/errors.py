@@ -5,6 +5,8 @@ The command line prints `str(error)` and exits with 1; a library user catches `H
 
 from __future__ import annotations
 
+_LONGEST = 500  # characters of a place: a path may be what somebody pasted
+
 
 class HeadwiseError(Exception):
     """A known failure. The message says what, where and how to fix it."""
@@ -12,7 +14,7 @@ class HeadwiseError(Exception):
     def __init__(self, what: str, *, where: object | None = None, fix: str | None = None) -> None:
         lines = [what]
         if where is not None:
-            lines.append(f"  where  {where}")
+            lines.append(f"  where  {str(where)[:_LONGEST]}")
         if fix is not None:
             lines.append("  fix    " + fix.replace("\n", "\n         "))
         super().__init__("\n".join(lines))

@@ -125,7 +125,10 @@ def select_in_layers(
             return text
         return ",".join(f"{letter}{part.strip()}" for part in text.split(","))
 
-    parts = [numbers(text, letter) for text, letter in ((layers, "L"), (heads, "H")) if text]
+    given = [(text, letter) for text, letter in ((layers, "L"), (heads, "H")) if text is not None]
+    if not all(text.strip() for text, _ in given):
+        raise SelectionError("the selection is empty", fix="leave it out for all heads")
+    parts = [numbers(text, letter) for text, letter in given]
     selection = " & ".join(f"({part})" for part in parts) or "all"
     return select_heads(selection, num_layers=len(attending), num_heads=num_heads, layers=attending)
 
@@ -178,7 +181,10 @@ class _Selection:
             raise SelectionError("the selection is empty", fix="example: sick, or L5-22H9-15")
         heads = self._union()
         if self.tokens:
-            raise SelectionError(f"cannot read {_shown(self.text)} at {self.tokens[0]!r}")
+            raise SelectionError(
+                f"cannot read {_shown(self.text)} at {_shown(self.tokens[0])}",
+                fix="put `,` `&` or `-` between heads: L5-22H9-15 & sick, L23H0",
+            )
         return heads
 
     def _union(self) -> frozenset[Head]:

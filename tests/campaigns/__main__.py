@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import resource
 import sys
 import tempfile
 import time
@@ -32,8 +33,15 @@ def main() -> None:
             else:
                 tally = fuzz.fuzz(folder, asked.count, asked.seed, asked.minutes)
         tally.told()
-    sys.stdout.write(f"{time.monotonic() - started:.0f} s, seed {asked.seed}\n")
+    sys.stdout.write(f"{time.monotonic() - started:.0f} s, {_worked():.0f} of them at work, seed ")
+    sys.stdout.write(f"{asked.seed}\n")
     sys.exit(0 if tally.clean else 1)
+
+
+def _worked() -> float:
+    """Seconds of processor time of this process and of those it started."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def _memory() -> str | None:

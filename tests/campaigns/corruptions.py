@@ -41,6 +41,7 @@ from headwise.surgery.run_settings import RunSettings
 from headwise.surgery.run_state import read_maps, read_trace
 from headwise.therapy.record import Therapy
 from headwise.values import to_plain
+from headwise.watch.film import Film
 
 Read = Callable[[Path], object]
 
@@ -61,8 +62,23 @@ def damage(raw: bytes, chance: random.Random) -> bytes:
             lambda: raw[:place] + chance.randbytes(size) + raw[place:],
             lambda: raw[:place] + raw[place + size :],
             lambda: raw[:place] + raw[place : place + size] + raw[place:],
+            lambda: _moved_line(raw, chance),
         )
     )()
+
+
+def _moved_line(raw: bytes, chance: random.Random) -> bytes:
+    """One line left out, written twice, or changed for another."""
+    lines = raw.splitlines(True)
+    one, other = chance.randrange(len(lines)), chance.randrange(len(lines))
+    way = chance.randrange(3)
+    if way == 0:
+        del lines[one]
+    elif way == 1:
+        lines.insert(one, lines[other])
+    else:
+        lines[one], lines[other] = lines[other], lines[one]
+    return b"".join(lines)
 
 
 def _plain(read: Read) -> Read:
@@ -115,6 +131,8 @@ KINDS: dict[str, tuple[str, Read]] = {
     "therapy.json": ("auto/therapy.json", _plain(lambda path: Therapy.load(path.parent))),
     "trace.jsonl": ("run/trace.jsonl", lambda path: _without_speed(read_trace(path.parent))),
     "maps.jsonl": ("run/maps.jsonl", lambda path: to_plain(read_maps(path.parent))),
+    "watch.json": ("film/watch.json", _plain(lambda path: Film.load(path.parent))),
+    "watch.jsonl": ("film/watch.jsonl", _plain(lambda path: Film.load(path.parent))),
     "patch": ("run/patch.safetensors", _patch),
     "checkpoint": ("run/checkpoints/step-0000003.safetensors", _tensors),
     "best": ("run/checkpoints/best.safetensors", _tensors),

@@ -23,6 +23,7 @@ from headwise.studies.study import Study
 from headwise.texts.text_sets import TextSet
 from headwise.therapy.repair import repair
 from headwise.therapy.triage import TriageSettings, triage
+from headwise.watch.checkpoints import watch_checkpoints
 from planned import TINY_RECIPE, plan_for, random_batch, small_texts
 
 RECIPE = TINY_RECIPE.model_copy(update={"save_every": 1, "validate_every": 2, "patience": 1000})
@@ -63,6 +64,23 @@ def run_capture(out, *, resume=False):
 
 def run_plasticity(out, source, *, resume=False):
     return measure_plasticity(source, out=out, resume=resume, max_workers=1, definition="full")
+
+
+def saved_checkpoints(folder, steps=(1, 2, 3)):
+    """A training run's checkpoints: the same model, moved a little each time."""
+    model = tiny_language_model("llama")
+    for step in steps:
+        with torch.no_grad():
+            for place, weights in enumerate(model.parameters()):
+                weights.add_(
+                    0.01 * step * torch.cos(torch.arange(weights.numel()) + place).view_as(weights)
+                )
+        model.save_pretrained(folder / f"checkpoint-{step}")
+        loaded().tokenizer.save_pretrained(folder / f"checkpoint-{step}")
+
+
+def run_watch(out, source, *, resume=False):
+    return watch_checkpoints(source, HELD, out=out, max_length=24, bos=False, resume=resume)
 
 
 def small_study(folder):
@@ -109,6 +127,8 @@ def make_artefacts(folder):
     run_auto(folder / "auto", steps=2)
     run_capture(folder / "qk")
     run_plasticity(folder / "plasticity", folder / "qk")
+    saved_checkpoints(folder / "checkpoints")
+    run_watch(folder / "film", folder / "checkpoints")
     saved_model(folder)
     run_study(small_study(folder), out=folder / "study")
     return folder

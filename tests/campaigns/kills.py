@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 from campaigns import desk
@@ -29,8 +30,8 @@ Work = Callable[..., object]
 KILLS_A_RUN = 4
 TRACEBACK = "traceback.txt"
 PATIENCE = 300  # seconds after which a run counts as hung
-# a study loads models, plasticity starts interpreters: ten times the cost of the others
-ROUNDS = {"study": 2, "plasticity": 1, "repair --treatment auto": 4}
+# a study loads models, plasticity starts interpreters: several times the cost of the others
+ROUNDS = {"study": 10, "plasticity": 5, "repair --treatment auto": 12}
 FAULTS = ("SIGTERM", "full disk", "two writers", "read-only folder", "a file for a folder")
 
 
@@ -46,8 +47,10 @@ def works(folder: Path) -> dict[str, Work]:
     """Every resumable verb."""
     desk.saved_model(folder)
     desk.run_capture(folder / "qk")
+    desk.saved_checkpoints(folder / "checkpoints")
     return {
         **desk.verbs,
+        "watch": partial(desk.run_watch, source=folder / "checkpoints"),
         "study": partial(_study, folder=folder),
         "plasticity": partial(_plasticity, folder=folder),
     }
@@ -122,17 +125,16 @@ def kill(folder: Path, count: int, seed: int, minutes: float | None = None) -> T
     end = time.monotonic() + 60 * minutes if minutes else float("inf")
     verbs = works(folder)
     whole = {name: _undisturbed(work, folder / "whole", chance) for name, work in verbs.items()}
-    for name, work in verbs.items():
-        for fault in FAULTS:
-            _disturb(tally, name, work, folder / "fault", whole[name], fault, chance)
     names = list(verbs)
     number = 0
-    while tally.tried.total() < count and time.monotonic() < end:
+    while sum(tally.tried[verb] for verb in verbs) < count and time.monotonic() < end:
         name = names[number % len(names)]
         number += 1
-        if number > ROUNDS.get(name, count) * len(names):
-            continue
-        _killed_run(tally, name, verbs[name], folder / "run", whole[name], chance)
+        if number <= ROUNDS.get(name, count) * len(names):
+            _killed_run(tally, name, verbs[name], folder / "run", whole[name], chance)
+    for name, fault in product(verbs, FAULTS):
+        if time.monotonic() < end:
+            _disturb(tally, name, verbs[name], folder / "fault", whole[name], fault, chance)
     return tally
 
 
@@ -154,11 +156,12 @@ def _killed_run(tally, name, work, out, whole, chance):
         time.sleep(chance.random() * seconds)
         os.kill(process, signal.SIGKILL)
         code = wait(process)
-        if code == -signal.SIGKILL:
-            kills += 1
-        elif code != 0:
+        if code == 0:
+            break  # it was done before its kill
+        kills += 1
+        if code != -signal.SIGKILL:
             return tally.fails(name, f"ended with {code} before its kill{_traceback(out)}")
-    return _finish(tally, name, work, out, expected, max(kills, 1), "resumed to the same bytes")
+    return _finish(tally, name, work, out, expected, kills, "resumed to the same bytes")
 
 
 def _finish(tally, name, work, out, expected, count, how):

@@ -25,7 +25,7 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 Out = Annotated[Path, typer.Option(help="Folder for what is written.")]
 
 
-Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
+Seed = Annotated[int, typer.Option(help="Seed of everything random.", min=0, max=2**32 - 1)]
 
 
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")]

@@ -24,6 +24,7 @@ from headwise.cli.options import (
     Quiet,
     RemoteCode,
     Seed,
+    Stream,
     Texts,
     Yes,
     alarm,
@@ -81,6 +82,7 @@ def evaluate(
     out: Out = Path("out/evaluation"),
     device_map: DeviceMap = None,
     dtype: Dtype = None,
+    stream: Stream = None,
     allow_pickle: AllowPickle = False,
     trust_remote_code: RemoteCode = False,
     force: Annotated[bool, typer.Option("--force", help="Apply patches to another base.")] = False,
@@ -97,7 +99,9 @@ def evaluate(
 
     sets = [chosen_texts(texts, lines, model), paper_prompts()]
     how, before = (dtype, device_map, allow_pickle, trust_remote_code), patch_first_tokens(patch)
-    loaded = load_reader(model, how, bos, quiet, inherited=before, max_length=max_length)
+    loaded = load_reader(
+        model, how, bos, quiet, inherited=before, max_length=max_length, stream=stream
+    )
     with resumable("nothing was written"), progress_bars(quiet) as progress:
         found = run(
             loaded,
@@ -240,6 +244,7 @@ def capture(
     out: Out = Path("out/qk"),
     device_map: DeviceMap = None,
     dtype: Dtype = None,
+    stream: Stream = None,
     allow_pickle: AllowPickle = False,
     trust_remote_code: RemoteCode = False,
     seed: Seed = 0,
@@ -256,7 +261,9 @@ def capture(
     from headwise.plasticity.capture_info import CaptureSettings
 
     how, before = (dtype, device_map, allow_pickle, trust_remote_code), patch_first_tokens(patch)
-    loaded = load_reader(model, how, bos, quiet, inherited=before, max_length=max_length)
+    loaded = load_reader(
+        model, how, bos, quiet, inherited=before, max_length=max_length, stream=stream
+    )
     settings = CaptureSettings(
         buckets, base_rate, max_length, pre_rope, choice(layout, "new", "old"), seed
     )
@@ -274,12 +281,9 @@ def capture(
             budget=minding(quiet, yes),
             progress=progress,
         )
-    rows = sum(captured.rows.values())
-    console(quiet).print(
-        f"{rows:,} query and key vectors, {len(captured.rows)} files, in {captured.folder}"
-    )
-    if captured.note:
-        console(quiet).print(f"note: {captured.note}")
+    count, files = sum(captured.rows.values()), len(captured.rows)
+    told = f"{count:,} query and key vectors, {files} files, in {captured.folder}"
+    console(quiet).print(told + (f"\nnote: {captured.note}" if captured.note else ""))
 
 
 def _pairs(text: str | None) -> int | str | None:

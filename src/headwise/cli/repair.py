@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -82,11 +83,10 @@ def repair(
     from headwise.texts.text_sets import default_corpus, default_texts, read_texts
     from headwise.therapy.repair import repair as run
 
-    chosen = _plan(plan, treatment)
+    chosen = _plan(plan, treatment, dose)
     texts = read_texts(corpus, lines=lines) if corpus else default_corpus(model)
     how = (dtype, device_map, allow_pickle, trust_remote_code)
-    before = [] if chosen is None else [(chosen.bos, f"the plan {plan}")]
-    loaded = load_reader(model, how, bos, quiet, inherited=before)
+    loaded = load_reader(model, how, bos, quiet, inherited=_bos_of(plan, chosen))
     with resumable(f"add --resume to go on in {out}"), progress_bars(quiet) as progress:
         done = run(
             loaded,
@@ -125,16 +125,22 @@ def _tell(done: RepairRun, plan: SurgeryPlan | None, quiet: bool) -> None:
     alarm(done.alarms, quiet)
 
 
-def _plan(path: Path | None, treatment: str | None) -> SurgeryPlan | None:
+def _plan(path: Path | None, treatment: str | None, dose: float | None) -> SurgeryPlan | None:
     """The plan that is named; only `auto` can find the sick heads itself."""
     from headwise.errors import SelectionError
     from headwise.surgery.plan import SurgeryPlan
 
+    if dose is not None and (treatment is None or not math.isfinite(dose)):
+        raise typer.BadParameter(f"--dose {dose} needs --treatment and a finite number")
     if path is not None:
         return SurgeryPlan.load(path)
     if treatment != "auto":
         raise SelectionError("no plan", fix="pass --plan plan.yaml, or --treatment auto")
     return None
+
+
+def _bos_of(path: Path | None, plan: SurgeryPlan | None) -> list[tuple[bool | None, str]]:
+    return [] if plan is None else [(plan.bos, f"the plan {path}")]
 
 
 def repaired(done: RepairRun, plan: SurgeryPlan | None) -> Iterator[str]:

@@ -20,6 +20,7 @@ from headwise.cli.options import (
     Quiet,
     RemoteCode,
     Seed,
+    Stream,
     Texts,
     Yes,
     announce,
@@ -52,6 +53,7 @@ def triage(
     bos: Bos = None,
     device_map: DeviceMap = None,
     dtype: Dtype = None,
+    stream: Stream = None,
     allow_pickle: AllowPickle = False,
     trust_remote_code: RemoteCode = False,
     force: Annotated[bool, typer.Option("--force", help="Accept another's diagnosis.")] = False,
@@ -72,7 +74,9 @@ def triage(
     how = (dtype, device_map, allow_pickle, trust_remote_code)
     earlier = read.provenance.settings
     before = [] if earlier is None else [(earlier.bos, f"the diagnosis {diagnosis}")]
-    loaded = load_reader(model, how, bos, quiet, inherited=before, max_length=max_length)
+    loaded = load_reader(
+        model, how, bos, quiet, inherited=before, max_length=max_length, stream=stream
+    )
     thresholds = TriageThresholds(negligible=negligible)
     with resumable("nothing was written"), progress_bars(quiet) as progress:
         found = run(

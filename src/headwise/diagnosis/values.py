@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -54,6 +55,11 @@ class Thresholds:
                 f"thresholds must be 0 <= sink <= dead <= 1, not sink {self.sink} and dead "
                 f"{self.dead}",
                 fix="a dead head is a sink too: raise --dead or lower --sink",
+            )
+        if not math.isfinite(self.low_entropy):
+            raise SettingsError(
+                f"the entropy below which a head counts as low is {self.low_entropy}",
+                fix="pass a number of nats to --low-entropy",
             )
 
 

@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from headwise.errors import ModelError, UnknownArchitectureError
 from headwise.forward.attention import mass_at, moments
 from headwise.forward.losses import logits_of
 from headwise.forward.tap import Sight, own_implementation, tapped, using_implementation
@@ -105,10 +106,17 @@ def compare_runs(model: PreTrainedModel, *, seed: int = 0) -> Difference:
     ids = random_ids(model, 2, length, seed)
     names = _implementations(model)
     found = []
-    for mask in (_padding(ids, "left"), _padding(ids, "right")):
+    for mask in (_padding(ids, "left"), _padding(ids, "right"), torch.ones_like(ids)):
         plain = {name: _own_logits(model, ids, mask, name) for name in names}
+        _require_numbers(model, plain.values())
         if _agree(model, plain.values()):
             found += [_compare(model, ids, mask, name, plain[name]) for name in names]
+    if not found:
+        raise UnknownArchitectureError(
+            f"this {model.config.model_type!r} model does not agree with itself: run as "
+            f"{' and as '.join(names)} its logits differ",
+            fix="nothing measured on it would be true; try --dtype float32",
+        )
     return Difference(
         length,
         names,
@@ -245,6 +253,16 @@ def _dense_attention(model: PreTrainedModel, ids: Tensor) -> list[Tensor] | None
     return found if len(found) == len(attention_layers(model)) else None
 
 
+def _require_numbers(model: PreTrainedModel, logits: Iterable[Tensor]) -> None:
+    """Refuse a model that gives NaN of its own: no difference from it means a thing."""
+    if not all(bool(one.isfinite().any()) for one in logits):
+        raise ModelError(
+            f"this {model.config.model_type!r} model's own logits are NaN or infinite everywhere",
+            where=model.config._name_or_path or None,
+            fix="check its config.json (rope_parameters, norm epsilons); try --dtype float32",
+        )
+
+
 @torch.inference_mode()
 def wrong_positions(model: PreTrainedModel, longest: int) -> tuple[Bool[Tensor, "position"], float]:
     """The short proof: where one text's logits are not the model's own, and by how much at most.
@@ -253,6 +271,7 @@ def wrong_positions(model: PreTrainedModel, longest: int) -> tuple[Bool[Tensor, 
     """
     ids = random_ids(model, 1, max(2, min(longest, proof_length(model))))
     plain = model(ids, use_cache=False).logits
+    _require_numbers(model, [plain])
     with tapped(model):
         hidden = backbone_of(model)(ids, use_cache=False).last_hidden_state
     seen = logits_of(model, hidden)

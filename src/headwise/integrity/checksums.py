@@ -1,9 +1,9 @@
 """Checksums: every saved file says what it held when it was written, and is asked when it is read.
 
 SHA-256 everywhere, in four places: a JSON artefact carries that of its other lines as its first
-line, a row of a .jsonl file that of its fields, a safetensors file that of its header and data in
-its metadata, and a capture that of each of its files in `capture.json`. What belongs to a run also
-carries the run's identity, a hash of its settings.
+line, a row of a .jsonl file that of its fields and its place, a safetensors file that of its header
+and data in its metadata, and a capture that of each of its files in `capture.json`. What belongs to
+a run also carries the run's identity, a hash of its settings.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,23 +74,40 @@ def _text_checksum(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def sealed_row(row: Mapping[str, object], run: str, free: frozenset[str] = frozenset()) -> str:
-    """A line of a .jsonl file; the `free` fields (speeds) may differ between equal runs."""
+def sealed_row(
+    row: Mapping[str, object], run: str, place: int, free: frozenset[str] = frozenset()
+) -> str:
+    """Line `place`, from 0, of a .jsonl file; `free` fields (speeds) differ between equal runs."""
     body = {**row, RUN_KEY: run} if run else dict(row)
-    return json.dumps({**body, CHECKSUM: _row_checksum(body, free)}) + "\n"
+    return json.dumps({**body, CHECKSUM: _row_checksum(body, place, free)}) + "\n"
 
 
-def checked_row(row: Any, run: str, where: object, free: frozenset[str] = frozenset()) -> Any:
-    """The fields of a row; refuses one that is damaged or of another run."""
+def checked_rows(
+    rows: Sequence[Any], run: str, where: object, free: frozenset[str] = frozenset()
+) -> list[Any]:
+    """The fields of each row; a damaged row, a missing, repeated or strange one is refused."""
+    sealed = [isinstance(row, dict) and CHECKSUM in row for row in rows]
+    if any(sealed) and not all(sealed):
+        require_same("", "", where, _PUT_BACK)
+    return [_checked_row(row, place, run, where, free) for place, row in enumerate(rows)]
+
+
+_PUT_BACK = "put the undamaged file back, or start anew in another --out"
+
+
+def _checked_row(row: Any, place: int, run: str, where: object, free: frozenset[str]) -> Any:
     if not isinstance(row, dict) or CHECKSUM not in row:
         return row
     body = {key: value for key, value in row.items() if key != CHECKSUM}
-    fix = "put the undamaged file back, or start anew in another --out"
-    require_same(_row_checksum(body, free), row[CHECKSUM], where, fix)
+    # a row that an earlier headwise wrote does not know its place
+    if row[CHECKSUM] != _row_checksum(body, None, free):
+        noun = f"line {place + 1}, or one before it,"
+        require_same(_row_checksum(body, place, free), row[CHECKSUM], where, _PUT_BACK, noun)
     require_run(body.pop(RUN_KEY, ""), run, where)
     return body
 
 
-def _row_checksum(body: Mapping[str, object], free: frozenset[str]) -> str:
+def _row_checksum(body: Mapping[str, object], place: int | None, free: frozenset[str]) -> str:
     kept = {key: value for key, value in body.items() if key not in free}
-    return _text_checksum(json.dumps(kept, sort_keys=True))[:_ROW_DIGITS]
+    text = json.dumps(kept, sort_keys=True)
+    return _text_checksum(text if place is None else f"{place} {text}")[:_ROW_DIGITS]

@@ -22,10 +22,25 @@ from headwise.models.family import Role
 from headwise.models.model_info import ModelInfo
 from headwise.models.offloading import held_pieces, parameter_shapes
 from headwise.models.slices import head_spans
+from headwise.models.stored_weights import stored_weights
+
+_FINGERPRINT = "fingerprint"
 
 
 def weight_fingerprint(model: PreTrainedModel) -> str:
-    """SHA-256 over the names, types, shapes and bits of all weights."""
+    """SHA-256 over the names, types, shapes and bits of all weights.
+
+    Of a streamed model it is kept until a weight is changed: to know it the model is read once.
+    """
+    stored = stored_weights(model)
+    if stored is None:
+        return _fingerprint(model)
+    if _FINGERPRINT not in stored.known:
+        stored.known[_FINGERPRINT] = _fingerprint(model)
+    return stored.known[_FINGERPRINT]
+
+
+def _fingerprint(model: PreTrainedModel) -> str:
     digest = hashlib.sha256()
     for name, shape in sorted(parameter_shapes(model).items()):
         digest.update(f"{name}{model.get_parameter(name).dtype}{tuple(shape)}".encode())

@@ -10,19 +10,19 @@ import hashlib
 import io
 import logging
 import os
+import re
 import resource
 import shutil
-import socket
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 from safetensors import SafetensorError
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
@@ -32,21 +32,25 @@ from transformers.utils import logging as hf_logging
 
 from headwise.artefacts import is_there, read_json, to_json, write_text
 from headwise.errors import ModelError
+from headwise.hub import require_hub
 from headwise.models.architectures import architecture_of
 from headwise.models.first_token import decide_first_token
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.offloading import held_tensor
 from headwise.models.patch import Patch
 from headwise.models.patient import PATIENTS, empty_patch_path, patient_dir
-from headwise.models.stored_weights import StoredTensor, empty_model, stored_tensors, stored_weights
+from headwise.models.stored_weights import (
+    StoredTensor,
+    empty_model,
+    require_sound_folder,
+    stored_tensors,
+    stored_weights,
+)
 
 Options = dict[str, str | bool | None]  # of `from_pretrained`
 
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
-
-
-_PATIENCE = 3.0  # seconds until the hub counts as out of reach
 
 
 _ROOM = 0.8  # of free memory that weights may take; the rest is for the work
@@ -78,6 +82,8 @@ def load_model(
     """
     if dtype is not None and dtype not in DTYPES:
         raise ModelError(f"unknown --dtype {dtype!r}", fix=" or ".join(DTYPES))
+    if not name.strip():
+        raise ModelError("the name of the model is empty", fix="pass a hub id or a directory")
     path = patient_dir() if name in PATIENTS else Path(name)
     options: Options = {"trust_remote_code": trust_remote_code}
     source: str = str(path) if is_there(path) else name
@@ -89,7 +95,10 @@ def load_model(
         raise ModelError("no such model directory", where=name, fix="check the path")
     elif not path.exists():
         require_hub(name)
+    if path.is_dir():
+        require_sound_folder(path)
     with quietly():
+        _require_config(source, options)
         words = _load_tokenizer(tokenizer or source, options)
         if _streams(path, dtype, device_map, stream):
             model = _streamed_weights(path, options, dtype)
@@ -105,39 +114,17 @@ def load_model(
     return LoadedModel(name, model, words, decide_first_token(model, words, bos))
 
 
-def require_hub(name: str) -> None:
-    """Refuse a hub id at once if it is not in the local cache and the hub cannot be reached.
-
-    transformers itself would try again and again for minutes.
-    """
-    from huggingface_hub import constants, try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
+def _require_config(source: str, options: Options) -> None:
+    """Tell a config that cannot be used as such: the tokenizer reads it too, and comes first."""
     try:
-        cached = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:
+        AutoConfig.from_pretrained(source, **options)
+    except Exception as error:  # noqa: BLE001 - whatever a config can make transformers raise
         raise ModelError(
-            "no such model directory, nor a hub id", where=name, fix="check the name"
+            f"its config cannot be used ({' '.join(str(error).split())[:300]})",
+            where=source,
+            fix="check the name or path, and its config.json; a model with its own code needs "
+            "--trust-remote-code",
         ) from None
-    if isinstance(cached, str) or (not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT)):
-        return
-    raise ModelError(
-        f"offline: {constants.ENDPOINT} cannot be reached, and this model is not in the cache",
-        where=name,
-        fix="pass a local model directory or a .gguf file, or check the network",
-    )
-
-
-def _answers(endpoint: str) -> bool:
-    """Whether a host takes connections; behind a proxy only the proxy knows."""
-    if any(os.environ.get(key) for key in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY")):
-        return True
-    address = urlsplit(endpoint)
-    try:
-        socket.create_connection((address.hostname, address.port or 443), _PATIENCE).close()
-    except OSError:
-        return False
-    return True
 
 
 def _streams(
@@ -273,7 +260,7 @@ def _load_weights(
     if "gguf_file" not in options:
         options = {**options, "use_safetensors": None if allow_pickle else True}
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = _from_pretrained(
             source,
             dtype=getattr(torch, chosen, chosen),
             device_map=_places(device_map),
@@ -306,6 +293,19 @@ def _load_weights(
     return model
 
 
+def _from_pretrained(source: str, **options: Any) -> Any:
+    """A config may ask for an attention kernel that is not installed; others compute the same."""
+    try:
+        return AutoModelForCausalLM.from_pretrained(source, **options)
+    except (ImportError, ValueError) as error:
+        if not re.search("FlashAttention|attn_implementation", str(error)):
+            raise
+    try:
+        return AutoModelForCausalLM.from_pretrained(source, attn_implementation="sdpa", **options)
+    except ValueError:  # not every family has it
+        return AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager", **options)
+
+
 def _places(device_map: str | Mapping[str, str | int] | None) -> str | dict[str, str | int] | None:
     """Where modules go: a word such as `auto`, or a module -> device table, perhaps in a file."""
     if isinstance(device_map, str):
@@ -316,9 +316,10 @@ def _places(device_map: str | Mapping[str, str | int] | None) -> str | dict[str,
 def _require_heads(model: PreTrainedModel, source: str) -> None:
     """transformers builds a model of no layers without a word."""
     config = model.config.get_text_config()
-    for name in ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size"):
+    least = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "hidden_size"), 1)
+    for name, fewest in {**least, "vocab_size": 1, "max_position_embeddings": 2}.items():
         value = getattr(config, name, None)
-        if isinstance(value, int) and value < 1:
+        if isinstance(value, int) and value < fewest:
             raise ModelError(
                 f"its config has {name} {value}", where=source, fix="correct its config.json"
             )

@@ -2,7 +2,8 @@
 
 For models larger than memory: the model has its modules, its buffers and no weights; accelerate's
 hooks bring those of a module while it runs. Files are read, not mapped, so that memory is what the
-process asked for and nothing else.
+process asked for and nothing else. They are never written to: what a patch changes is kept in
+memory, slice by slice, and laid over a weight whenever it is read.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ import torch
 from accelerate import init_empty_weights
 from accelerate.hooks import attach_align_device_hook
 from jaxtyping import Float, Int
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from headwise.artefacts import is_there, read_json, require_regular
 from headwise.errors import ModelError
 from headwise.models.tensor_files import LARGEST_HEADER, require_length
+from headwise.values import MOST
 
 _TYPES = {
     "F64": torch.float64,
@@ -36,7 +40,13 @@ _TYPES = {
 PIECE = 2**24  # numbers of a weight that are read at once where it need not be whole
 
 
+_WEIGHTS = "model.safetensors"
+
+
 _STORED = "_headwise_stored"  # on the model itself
+
+
+Place = tuple[int, int, int]  # axis, start and stop of a slice
 
 
 @dataclass(frozen=True)
@@ -70,10 +80,22 @@ class StoredWeights(Mapping[str, Tensor]):
 
     tensors: Mapping[str, StoredTensor] = field(repr=False)
     dtype: torch.dtype
+    changes: dict[str, dict[Place, Tensor]] = field(default_factory=dict, repr=False)
+    known: dict[str, str] = field(default_factory=dict, repr=False)  # what reading all has shown
 
     def __getitem__(self, name: str) -> Tensor:
         stored = self.tensors[name]
-        return stored.read(0, stored.numel).to(self.dtype).view(stored.shape)
+        found = stored.read(0, stored.numel).to(self.dtype).view(stored.shape)
+        for (axis, start, stop), value in self.changes.get(name, {}).items():
+            found.narrow(axis, start, stop - start).copy_(value)
+        return found
+
+    def change(self, name: str, place: Place, value: Tensor) -> None:
+        """From now on a slice has other numbers; its file stays as it is."""
+        changed = self.changes.setdefault(name, {})
+        changed.pop(place, None)  # the last one written lies on top
+        changed[place] = value.detach().cpu().to(self.dtype, copy=True)
+        self.known.clear()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.tensors)
@@ -86,6 +108,9 @@ class StoredWeights(Mapping[str, Tensor]):
         stored = self.tensors[name]
         width = stored.numel // stored.shape[0] if stored.shape else 1
         rows = max(1, PIECE // max(width, 1))
+        if name in self.changes:
+            yield from ((n * rows, part) for n, part in enumerate(self[name].split(rows)))
+            return
         for start in range(0, stored.shape[0] if stored.shape else 1, rows):
             stop = min(start + rows, stored.shape[0] if stored.shape else 1)
             piece = stored.read(start * width, stop * width).to(self.dtype)
@@ -109,10 +134,10 @@ class StoredWeights(Mapping[str, Tensor]):
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """The tensors of all safetensors files of a model directory."""
     found: dict[str, StoredTensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in weight_files(folder):
         try:
             found |= _tensors_of(path)
-        except (OSError, ValueError, AttributeError, TypeError, LookupError) as error:
+        except (SafetensorError, OSError, ValueError, LookupError) as error:
             raise ModelError(
                 f"the weight file is damaged or cut off ({str(error)[:200]})",
                 where=path,
@@ -121,7 +146,27 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     return found
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that transformers would read; others may lie beside them."""
+    if is_there(folder / _WEIGHTS):
+        return [folder / _WEIGHTS]
+    path = folder / f"{_WEIGHTS}.index.json"
+    if not is_there(path):
+        return sorted(folder.glob("*.safetensors"))
+    names = read_json(path).get("weight_map")
+    named = set(names.values()) if isinstance(names, dict) else set()
+    if not named or not all(isinstance(name, str) and Path(name).name == name for name in named):
+        raise ModelError(
+            "its index does not name weight files of this folder",
+            where=path,
+            fix="download or copy the model again; a shard lies beside its index",
+        )
+    return [folder / name for name in sorted(named)]
+
+
 def _tensors_of(path: Path) -> dict[str, StoredTensor]:
+    with safe_open(str(path), framework="pt"):  # checks places, types and shapes of all tensors
+        pass
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(min(size, LARGEST_HEADER)))
@@ -179,6 +224,13 @@ def _by_name(
                 where=folder,
                 fix="load it whole (without --stream), on a machine with memory for it",
             )
+        if not stored[place].dtype.is_floating_point:
+            raise ModelError(
+                f"this checkpoint cannot be streamed: {name} is stored quantised, or as whole "
+                "numbers",
+                where=folder,
+                fix="stream a checkpoint in float32, bfloat16 or float16 of the same model",
+            )
         found[name] = stored[place]
     return found
 
@@ -208,3 +260,44 @@ def at_hand(model: PreTrainedModel, prefix: str) -> Iterator[dict[str, Tensor]]:
     finally:
         for (_, hook), weights_map in zip(hooked, before, strict=True):
             hook.weights_map = weights_map
+
+
+# --- before transformers is let at a folder: it builds what a config says, then reads weights -----
+
+CONFIG = "config.json"
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_key_value_heads")
+_COUNTS = (*_LAYERS, *_HEADS, "num_labels", "num_experts", "num_local_experts", "n_routed_experts")
+
+
+def require_sound_folder(folder: Path) -> None:
+    """Refuse a model directory with a pipe for a file, or a config of absurd counts."""
+    for part in (folder, *folder.iterdir()):
+        if is_there(part):
+            require_regular(part)
+    path = folder / CONFIG
+    if not is_there(path):
+        return  # an adapter, or nothing: transformers says which
+    layers = 0
+    for name, value in _counts(read_json(path)):
+        if value > MOST:
+            raise ModelError(
+                f"its config has {name} {value:,}", where=path, fix="correct its config.json"
+            )
+        layers = max(layers, value if name in _LAYERS else 0)
+    stored = len(stored_tensors(folder))
+    if stored and layers > stored:
+        raise ModelError(
+            f"its config has {layers:,} layers, its weight files hold {stored:,} tensors",
+            where=path,
+            fix="use the config.json that belongs to these weights",
+        )
+
+
+def _counts(body: Mapping[str, object], depth: int = 0) -> Iterator[tuple[str, int]]:
+    """The counts of a config and of the configs inside it."""
+    for name, value in body.items():
+        if name in _COUNTS and isinstance(value, int):
+            yield name, value
+        elif isinstance(value, Mapping) and depth < 3:
+            yield from _counts(value, depth + 1)

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
-from headwise.artefacts import write_atomically
+from headwise.artefacts import require_regular, write_atomically
 from headwise.errors import ArtefactError
 from headwise.integrity.checksums import CHECKSUM, require_same
 
@@ -56,12 +56,15 @@ def read_safetensors(
 def verified_metadata(path: Path, schema: str | None = None) -> dict[str, str]:
     """The metadata of a safetensors file whose header and data are what was written."""
     try:
+        require_regular(path)
         with Path(path).open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(min(size, LARGEST_HEADER)))
             told = header.pop(_METADATA, {})
             require_length(header, 8 + size, Path(path).stat().st_size)
             found = _checksum(header, told, iter(lambda: file.read(_CHUNK), b""))
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        raise ArtefactError("no such file", where=path, fix="check the path") from None
     except (OSError, ValueError, AttributeError, TypeError, LookupError, RecursionError) as error:
         raise _unreadable(path, error) from None
     noun = "file" if schema is None else schema.removeprefix("headwise.").partition("/")[0]

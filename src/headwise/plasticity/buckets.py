@@ -23,9 +23,9 @@ class Buckets:
     @staticmethod
     def parse(text: str) -> Buckets:
         """Read `uniform:512` or `log2:128`."""
-        match = re.fullmatch(r"(uniform|log2):(\d+)", text)
+        match = re.fullmatch(r"(uniform|log2):([0-9]{1,9})", text)
         if match is None or int(match[2]) < 1:
-            raise SettingsError(f"unknown buckets {text!r}", fix="uniform:512 or log2:128")
+            raise SettingsError(f"unknown buckets {text[:40]!r}", fix="uniform:512 or log2:128")
         return Buckets("uniform" if match[1] == "uniform" else "log2", int(match[2]))
 
     def of(self, position: Int[np.ndarray, "row"]) -> Int[np.ndarray, "row"]:

@@ -10,6 +10,7 @@ from typing import Literal
 from headwise.artefacts import load_artefact, save_artefact
 from headwise.errors import SettingsError
 from headwise.models.model_info import ModelInfo
+from headwise.plasticity.buckets import Buckets
 from headwise.provenance import TextInfo
 from headwise.values import OMITTED, from_plain, to_plain
 
@@ -36,6 +37,9 @@ class CaptureSettings:
             )
         if self.max_length < 2:
             raise SettingsError("max_length must be 2 or more", fix="leave it out for 512")
+        if self.seed < 0:
+            raise SettingsError(f"a seed of {self.seed}", fix="pass 0 or more")
+        Buckets.parse(self.buckets)
 
 
 @dataclass(frozen=True)

@@ -13,23 +13,43 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 from safetensors import safe_open
 
-from headwise.artefacts import read_text, write_atomically
+from headwise.artefacts import read_text, write_atomically, write_text
 from headwise.errors import ArtefactError
 from headwise.heads import Head
 from headwise.integrity.checksums import file_checksum, require_same
 from headwise.models.architectures import Geometry
-from headwise.models.tensor_files import verified_metadata
+from headwise.models.tensor_files import verified_metadata, write_safetensors
 from headwise.plasticity.buckets import Buckets
 from headwise.plasticity.capture_info import CaptureInfo
 
 DATA, DONE = "data.parquet", "done"  # of a head; the list of a finished portion's files
+Rows = tuple[int, np.ndarray, np.ndarray]  # a text, its kept positions, (head, position, dim)
 
 
 def staged_file(portion: Path, layer: int, kind: str) -> Path:
     """Where a portion keeps the vectors of one layer and kind."""
     return portion / f"l{layer:02d}{kind}.safetensors"
+
+
+def stage_rows(portion: Path, layer: int, kind: str, rows: list[Rows]) -> None:
+    """Put one layer and kind of a portion on disk, in the order of the texts."""
+    rows.sort(key=lambda part: part[0])
+    arrays = {
+        "example": np.concatenate([np.full(len(p), e) for e, p, _ in rows]),
+        "position": np.concatenate([p for _, p, _ in rows]),
+        "vectors": np.concatenate([v for _, _, v in rows], axis=1),  # (head, row, dim)
+    }
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    write_safetensors(staged_file(portion, layer, kind), tensors)
+
+
+def end_portion(portion: Path) -> None:
+    """Say that all of a portion is on disk."""
+    names = sorted(file.name for file in portion.glob("*.safetensors"))
+    write_text(portion / DONE, "\n".join(names))
 
 
 def is_whole(portion: Path) -> bool:

@@ -43,7 +43,7 @@ def run_tasks(
         )
     except (KeyError, ValueError, ConnectionError, OSError) as error:
         raise HeadwiseError(
-            f"the harness could not run {', '.join(names)} ({str(error).splitlines()[0]})",
+            f"the harness could not run {', '.join(names)} ({str(error)[:200]})",
             fix="check the task names; offline, only tasks with local data can run",
         ) from None
     return {name: _numbers(result) for name, result in found["results"].items()}

@@ -250,21 +250,21 @@ def make_plan(
         )
     zone = named_ranges(selection, **shape) or (sets["band"] if model.positions == "alibi" else [])
     watched = [] if preset == "pass2" else [h for h in zone if h not in set(targets)]
-    return SurgeryPlan(
-        model=planned,
-        targets=format_heads(targets),
-        watched=format_heads(watched),
-        healthy=format_heads(set(sets["healthy"]) - set(targets)),
-        selection=selection,
-        init=init,
-        compensate=compensate,
-        kv_policy=kv_policy,
-        seed=seed,
-        bos=None if (found := diagnosis.provenance.settings) is None else found.bos,
-        summary=_summary(
-            model, targets, operated_groups(targets, model.group, kv_policy), compensate
-        ),
-    )
+    groups = operated_groups(targets, model.group, kv_policy)
+    body = {
+        "model": planned,
+        "targets": format_heads(targets),
+        "watched": format_heads(watched),
+        "healthy": format_heads(set(sets["healthy"]) - set(targets)),
+        "selection": selection,
+        "init": init,
+        "compensate": compensate,
+        "kv_policy": kv_policy,
+        "seed": seed,
+        "bos": None if (found := diagnosis.provenance.settings) is None else found.bos,
+        "summary": _summary(model, targets, groups, compensate),
+    }
+    return validated(SurgeryPlan, body, "the given options")
 
 
 def _refuse_band(selection: str, model: ModelInfo) -> None:

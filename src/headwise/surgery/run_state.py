@@ -13,7 +13,8 @@ from typing import Any
 
 from headwise.artefacts import load_artefact, read_lines, write_text
 from headwise.errors import ArtefactError
-from headwise.integrity.checksums import checked_row, sealed_row
+from headwise.integrity.checksums import checked_rows, sealed_row
+from headwise.values import from_plain
 
 BEFORE = -1  # the step of the map of the model before the operation
 
@@ -116,14 +117,14 @@ _SPEED = frozenset({"tokens_per_second"})  # a clock's word, which equal runs do
 
 
 def _lines(rows: Sequence[TraceRow] | Sequence[StepMap], run: str) -> str:
-    return "".join(sealed_row(row.to_json(), run, _SPEED) for row in rows)
+    return "".join(sealed_row(row.to_json(), run, place, _SPEED) for place, row in enumerate(rows))
 
 
 def _rows(run: Path, name: str) -> list[Any]:
     """The rows of a file of a run; those of another run, and damaged ones, are refused."""
     rows = read_lines(run / name)
     told = load_artefact(run / RUN, "run").get("identity") if (run / RUN).exists() else None
-    return [checked_row(row, str(told or ""), run / name, _SPEED) for row in rows]
+    return checked_rows(rows, str(told or ""), run / name, _SPEED)
 
 
 def read_trace(run: Path) -> list[TraceRow]:
@@ -131,20 +132,13 @@ def read_trace(run: Path) -> list[TraceRow]:
     return [_trace_row(row, run / TRACE) for row in _rows(run, TRACE)]
 
 
-def _trace_row(row: dict[str, Any], path: Path) -> TraceRow:
-    try:
-        if "validated_at" in row:
-            return Validation(row["validated_at"], row["validation_loss"])
-        return TrainStep(**row)
-    except (KeyError, TypeError) as error:
-        raise ArtefactError(
-            f"a row of the trace is not as expected ({error})", where=path
-        ) from None
+def _trace_row(row: Any, path: Path) -> TraceRow:
+    if isinstance(row, dict) and "validated_at" in row:
+        told = {"step": row["validated_at"], "loss": row.get("validation_loss")}
+        return from_plain(Validation, told, path)
+    return from_plain(TrainStep, row, path)
 
 
 def read_maps(run: Path) -> list[StepMap]:
     """The head maps of a run, in order; [] if there are none."""
-    try:
-        return [StepMap(int(row["step"]), row["first_token_mass"]) for row in _rows(run, MAPS)]
-    except (KeyError, TypeError) as error:
-        raise ArtefactError(f"a head map is not as expected ({error})", where=run / MAPS) from None
+    return [from_plain(StepMap, row, run / MAPS) for row in _rows(run, MAPS)]

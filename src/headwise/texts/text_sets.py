@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headwise.artefacts import content_hash, is_there
+from headwise.artefacts import content_hash, is_there, require_regular
 from headwise.bundled import DATA
 from headwise.errors import TextError
 from headwise.models.patient import PATIENTS, patient_texts
@@ -84,6 +84,8 @@ def read_texts(sources: Sequence[str], *, lines: bool = False) -> TextSet:
     """Read files (.txt, .jsonl, .parquet), folders of them, or one hub dataset id."""
     texts: list[str] = []
     for source in sources:
+        if not source.strip():
+            raise TextError("the name of a text is empty", fix="pass a file, a folder or a hub id")
         path = Path(source)
         if is_there(path) and path.is_dir():
             files = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
@@ -108,12 +110,19 @@ def _read_file(path: Path, lines: bool) -> list[str]:
     if path.suffix == ".parquet":
         return _read_parquet(path)
     text = _decoded(path)
+    if "\0" in text:
+        raise TextError(
+            "it holds null characters: a binary file, or UTF-16",
+            where=path,
+            fix="convert it to UTF-8 text first",
+        )
     return text.splitlines() if lines else [text]
 
 
 def _decoded(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        require_regular(path)
+        return path.read_text(encoding="utf-8-sig")  # a byte order mark is no first token
     except UnicodeDecodeError as error:
         raise TextError(
             f"not UTF-8 text ({error.reason} at byte {error.start})",
@@ -153,6 +162,8 @@ def _read_parquet(path: Path) -> list[str]:
 
     try:
         column = pyarrow.parquet.read_table(path, columns=["text"]).column("text")
+        if pyarrow.types.is_integer(column.type) or pyarrow.types.is_floating(column.type):
+            raise ValueError("it holds numbers")  # a cast would make texts of them
         found = column.cast(pyarrow.string()).to_pylist()
     except (pyarrow.ArrowException, LookupError, ValueError, OSError) as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
@@ -176,10 +187,17 @@ def _read_hub(name: str) -> list[str]:
         dataset = load_dataset(identifier, config or None, split=split or "train")
     except (OSError, ValueError, ConnectionError) as error:
         raise TextError(
-            f"the hub dataset could not be loaded ({str(error).splitlines()[0]})",
+            f"the hub dataset could not be loaded ({str(error)[:200]})",
             where=name,
             fix="check the id; offline, pass local files instead",
         ) from None
     if "text" not in dataset.column_names:
-        raise TextError("the hub dataset has no `text` column", where=name)
-    return [str(text) for text in dataset["text"]]
+        raise TextError(
+            "the hub dataset has no `text` column", where=name, fix="save its texts as .jsonl first"
+        )
+    found = [text for text in dataset["text"] if text is not None]
+    if not all(isinstance(text, str) for text in found):
+        raise TextError(
+            "its `text` column holds other things than texts", where=name, fix="choose another set"
+        )
+    return found

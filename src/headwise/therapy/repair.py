@@ -17,8 +17,10 @@ from headwise.surgery.repair import RepairRun, repair as repair_heads, repair_co
 from headwise.texts.corpus import Corpus, spread_blocks
 from headwise.texts.text_sets import TextSet
 from headwise.therapy.auto import choice_blocks, repair_automatically
+from headwise.therapy.triage import selected_heads
 
 AUTO = "auto"
+_ILL = "sick, output_norm_ratio < 0.05"  # the least of the healthy heads that were seen has 0.48
 _BLOCKS = 32  # training blocks on which auto looks for sick heads if no plan is given
 
 
@@ -143,7 +145,10 @@ def told_recipe(recipe: Recipe, loaded: LoadedModel, tokens: int) -> str:
 
 
 def plan_sick_heads(loaded: LoadedModel, corpus: Corpus, recipe: Recipe) -> SurgeryPlan:
-    """A plan for the heads that are sick on training text; it may have no targets."""
+    """A plan for the heads that are sick or silent on training text; it may have no targets.
+
+    A head that lost its values gives nothing wherever it looks, and need not look at the sink.
+    """
     rows = [
         row[:length].tolist()
         for block in spread_blocks(corpus.train, _BLOCKS)
@@ -151,6 +156,6 @@ def plan_sick_heads(loaded: LoadedModel, corpus: Corpus, recipe: Recipe) -> Surg
     ]
     texts = tuple(str(loaded.tokenizer.decode(ids, skip_special_tokens=True)) for ids in rows)
     found = diagnose(loaded, TextSet(corpus.name, texts), max_length=recipe.block)
-    if found.counts["sick"]:
-        return make_plan(found, heads="sick")
+    if selected_heads(found, _ILL):
+        return make_plan(found, heads=_ILL)
     return changed(make_plan(found, heads="all"), targets="", healthy="all", summary=None)

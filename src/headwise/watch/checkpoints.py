@@ -9,6 +9,7 @@ from pathlib import Path
 from headwise.artefacts import sweep, versions
 from headwise.diagnosis.values import Thresholds
 from headwise.errors import ArtefactError, ModelError
+from headwise.integrity.locks import one_writer
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.loading import load_model
 from headwise.progress import Progress, silent, track
@@ -58,33 +59,34 @@ def watch_checkpoints(
 ) -> Film:
     """Film a folder of `checkpoint-*`; `resume` goes on with the checkpoints that are new."""
     out, chosen = Path(out), as_text_set(texts, str(folder))
-    old = _old_settings(out, resume)
-    if bos is None and old is not None and old.provenance.settings is not None:
-        bos = old.provenance.settings.bos
-    film: Film | None = None
-    last = _last_step(out) if old is not None else -1
-    found = checkpoints_in(Path(folder))
-    for step, path in track([c for c in found if c[0] > last], "reading checkpoints", progress):
-        loaded = load_model(
-            str(path),
-            dtype=dtype,
-            bos=bos,
-            tokenizer=tokenizer or _tokenizer_of(path),
-            allow_pickle=allow_pickle,
-            trust_remote_code=trust_remote_code,
-        )
-        bos = loaded.bos  # decided once: a later checkpoint must not be read another way
-        encoded = encode_for(loaded, chosen.texts, max_length=max_length)
-        probe = Probe.of(encoded, batch_size)
-        probe.prove(loaded.model)
-        if film is None:
-            told = chosen.describe(sum(map(len, encoded)))
-            settings = _settings(loaded, told, max_length, thresholds, rules)
-            film = _begun(out, settings, old)
-        reading = film.judged(film.settings.reading(step, probe.read(loaded.model)))
-        film = film.with_reading(reading)
-        append_reading(out, reading)
-    return film or Film.load(out)
+    with one_writer(out):
+        old = _old_settings(out, resume)
+        if bos is None and old is not None and old.provenance.settings is not None:
+            bos = old.provenance.settings.bos
+        film: Film | None = None
+        last = _last_step(out) if old is not None else -1
+        found = [one for one in checkpoints_in(Path(folder)) if one[0] > last]
+        for step, path in track(found, "reading checkpoints", progress):
+            loaded = load_model(
+                str(path),
+                dtype=dtype,
+                bos=bos,
+                tokenizer=tokenizer or _tokenizer_of(path),
+                allow_pickle=allow_pickle,
+                trust_remote_code=trust_remote_code,
+            )
+            bos = loaded.bos  # decided once: a later checkpoint must not be read another way
+            encoded = encode_for(loaded, chosen.texts, max_length=max_length)
+            probe = Probe.of(encoded, batch_size)
+            probe.prove(loaded.model)
+            if film is None:
+                told = chosen.describe(sum(map(len, encoded)))
+                settings = _settings(loaded, told, max_length, thresholds, rules)
+                film = _begun(out, settings, old)
+            reading = film.judged(film.settings.reading(step, probe.read(loaded.model)))
+            film = film.with_reading(reading)
+            append_reading(out, film)
+        return film or Film.load(out)
 
 
 def _old_settings(out: Path, resume: bool) -> WatchSettings | None:

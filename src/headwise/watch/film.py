@@ -17,10 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headwise.artefacts import load_artefact, read_lines, save_artefact, write_bytes
+from headwise.artefacts import (
+    content_hash,
+    load_artefact,
+    read_lines,
+    save_artefact,
+    to_json,
+    write_bytes,
+)
 from headwise.diagnosis.values import Diagnosis, Thresholds, diagnosis_from
 from headwise.errors import ArtefactError
 from headwise.heads import Head, heads_where
+from headwise.integrity.checksums import checked_rows, sealed_row
 from headwise.models.model_info import ModelInfo
 from headwise.provenance import Provenance
 from headwise.values import Finite, HeadArray, from_plain, plain_fields, to_plain
@@ -76,6 +84,12 @@ class WatchSettings:
         """Read `watch.json`."""
         path = Path(folder) / WATCH
         return from_plain(WatchSettings, load_artefact(path, "watch"), path)
+
+    @property
+    def identity(self) -> str:
+        """A hash of what decides the film's numbers; the weights do not, they are trained."""
+        told = [self.model.shape, self.provenance.texts, self.provenance.settings, self.thresholds]
+        return content_hash([to_json(to_plain(told))])
 
     def reading(self, step: int, maps: Mapping[str, np.ndarray]) -> Reading:
         """A reading with its sick heads named."""
@@ -182,9 +196,9 @@ class Film:
         if folder.name == FILM:
             folder = folder.parent
         settings = WatchSettings.load(folder)
-        rows = [from_plain(Reading, row, folder / FILM) for row in read_lines(folder / FILM)]
+        rows = checked_rows(read_lines(folder / FILM), settings.identity, folder / FILM)
         film = Film(settings)
-        for reading in rows:
+        for reading in (from_plain(Reading, row, folder / FILM) for row in rows):
             _require_shape(reading, settings.model.shape, folder / FILM)
             film = film.with_reading(reading)
         return film
@@ -198,9 +212,10 @@ def _require_shape(reading: Reading, shape: tuple[int, int], path: Path) -> None
         )
 
 
-def append_reading(folder: Path, reading: Reading) -> None:
-    """Write one more line, flushed to disk."""
-    line = json.dumps(to_plain(reading), sort_keys=True, allow_nan=False) + "\n"
+def append_reading(folder: Path, film: Film) -> None:
+    """Write the film's last reading as one more line, flushed to disk."""
+    row = json.loads(json.dumps(to_plain(film.readings[-1]), sort_keys=True, allow_nan=False))
+    line = sealed_row(row, film.settings.identity, len(film.readings) - 1)
     try:
         with (folder / FILM).open("ab") as file:
             file.write(line.encode())
@@ -222,7 +237,7 @@ def resumed_film(folder: Path, settings: WatchSettings, until: int) -> Film:
     if b"".join(rows) != whole:
         write_bytes(path, b"".join(rows))
     film = Film.load(folder)
-    if not _same_film(film.settings, settings):
+    if film.settings.identity != settings.identity:
         raise ArtefactError(
             "this film was made of another model, or on other texts or lengths",
             where=folder / WATCH,
@@ -234,15 +249,7 @@ def resumed_film(folder: Path, settings: WatchSettings, until: int) -> Film:
 def _step_of(row: bytes, path: Path) -> int:
     try:
         return int(json.loads(row)["step"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ArtefactError(
             f"a line of the film cannot be read ({error})", where=path, fix="choose another folder"
         ) from None
-
-
-def _same_film(one: WatchSettings, other: WatchSettings) -> bool:
-    def told(settings: WatchSettings) -> tuple[object, ...]:
-        found = settings.provenance
-        return settings.model.shape, found.texts, found.settings, settings.thresholds
-
-    return told(one) == told(other)

@@ -239,7 +239,7 @@ class HeadWatch(TrainerCallback):
             reading = self._film.settings.reading(step, self._probe.read(self.model))
             reading = self._film.judged(reading)
             self._film = self._film.with_reading(reading)
-            append_reading(self.out, reading)
+            append_reading(self.out, self._film)
             for tracker in self.trackers:
                 tell(tracker, reading)
         self._budget.readings += 1
