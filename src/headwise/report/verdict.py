@@ -90,6 +90,9 @@ def _basis(source: Source, main: Condition) -> str:
     """The size of the effect, steps, seeds and recovered heads: what a headline must not hide."""
     effect = effect_of(source, main)
     size = f"{effect} " if effect else ""
+    worse = [name for name, change in _elsewhere(source, main) if change.low > 0]
+    if worse and effect and effect.change < 0:
+        size += f"Text of {_listed(worse)} is read worse for it. "
     if main.run is None:
         return size.strip()
     steps, seeds = main.run.recipe.steps, len(source.of_arm(main.arm))
@@ -193,8 +196,10 @@ def _operation(source: Source, main: Condition) -> Finding | None:
         "random-heads": "reinitialised healthy heads, as many as",
     }.get(main.mode, "changed")
     if main.mode == "surgery" and main.run.plan.treatments:
-        given = ", ".join(f"{name} to {heads}" for name, heads in main.run.plan.treatments.items())
-        verb = f"gave {given}: treated"
+        told = {"none": "no treatment, but training,"}
+        given = main.run.plan.treatments.items()
+        verb = f"gave {', '.join(f'{told.get(name, name)} to {heads}' for name, heads in given)}: "
+        verb += "treated"
     share = summary.trainable_share
     text = f"{main.arm.capitalize()} {verb} {summary.heads} heads in {summary.layers} layers"
     if steps:
@@ -274,13 +279,15 @@ def _loss(source: Source, main: Condition) -> Finding | None:
     if effect:
         text += f"; perplexity {effect.perplexities}"
     tone: Tone = "good" if change.high < 0 else "bad" if change.low > 0 else "plain"
-    others = [
-        f"on {name} {interval(other)}"
-        for name in main.text_sets
-        if name != source.judged_set and (other := against_stock(source, main.arm, name))
-    ]
+    others = [f"on {name} {interval(other)}" for name, other in _elsewhere(source, main)]
     tail = f" Elsewhere: {'; '.join(others)}." if others else ""
     return Finding("Against stock", f"{text}: {_reading(change)}.{tail}", tone)
+
+
+def _elsewhere(source: Source, main: Condition) -> list[tuple[str, Interval]]:
+    """The change of loss on the text sets that the verdict does not rest on."""
+    changes = {name: against_stock(source, main.arm, name) for name in main.text_sets}
+    return [(name, found) for name, found in changes.items() if found and name != source.judged_set]
 
 
 def _reading(change: Interval) -> str:
