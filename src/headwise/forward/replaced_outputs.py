@@ -25,6 +25,7 @@ from headwise.forward.tap import Reader, Sight, tapped
 from headwise.heads import Head
 from headwise.models.architectures import attention_layers, device_of
 from headwise.models.slices import head_spans
+from headwise.models.spans import is_packed
 
 TOKENS = 2048  # a batch of replacements: enough for the GEMMs, little enough for the caches
 
@@ -112,8 +113,11 @@ def replaced_losses(
 
 
 def correctable(model: PreTrainedModel) -> bool:
-    """Whether a head's share may be subtracted: in half precision the difference is too rough."""
-    return torch.finfo(model.dtype).bits >= 32
+    """Whether a head's share may be subtracted: in half precision the difference is too rough.
+
+    A quantised output projection shows no share of a head.
+    """
+    return torch.finfo(model.dtype).bits >= 32 and not is_packed(model)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import hashlib
 from typing import get_args
 
 import torch
+from torch import Tensor
 from transformers import (
     PreTrainedModel,
 )
@@ -20,19 +21,40 @@ from headwise.models.architectures import (
 )
 from headwise.models.family import Role
 from headwise.models.model_info import ModelInfo
-from headwise.models.offloading import held_pieces, parameter_shapes
+from headwise.models.offloading import held_pieces, parameter_shapes, plain_parts
 from headwise.models.slices import head_spans
+from headwise.models.spans import is_packed
+
+_FINGERPRINT = "_headwise_fingerprint"  # on the model itself
 
 
 def weight_fingerprint(model: PreTrainedModel) -> str:
     """SHA-256 over the names, types, shapes and bits of all weights."""
+    kept: str | None = vars(model).get(_FINGERPRINT)
+    if kept is not None:
+        return kept
     digest = hashlib.sha256()
     for name, shape in sorted(parameter_shapes(model).items()):
         digest.update(f"{name}{model.get_parameter(name).dtype}{tuple(shape)}".encode())
         for value in held_pieces(model, name):
-            raw = value.cpu().contiguous().reshape(-1).view(torch.uint8)
-            digest.update(raw.numpy().data)
+            _add(digest, value)
+    if is_packed(model):  # some keep their numbers in buffers
+        for name, value in sorted(model.named_buffers()):
+            digest.update(f"{name}{value.dtype}{tuple(value.shape)}".encode())
+            _add(digest, value)
     return digest.hexdigest()
+
+
+def keep_fingerprint(model: PreTrainedModel) -> None:
+    """Of a quantised model: its kernels may lay its numbers out anew when they first run."""
+    if is_packed(model):
+        vars(model)[_FINGERPRINT] = weight_fingerprint(model)
+
+
+def _add(digest: hashlib._Hash, value: Tensor) -> None:
+    for part in plain_parts(value):
+        raw = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        digest.update(raw.numpy().data)
 
 
 def describe_model(model: PreTrainedModel, name: str | None = None) -> ModelInfo:

@@ -29,6 +29,7 @@ from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.model_info import ModelInfo
 from headwise.models.patch import Patch, applied
 from headwise.models.patch_info import PatchInfo
+from headwise.models.spans import is_packed
 from headwise.progress import Budget, Progress, Work, silent, unlimited
 from headwise.proof.ablation import Ablation, ablate_heads, first_order_importance
 from headwise.proof.evaluation import (
@@ -370,7 +371,9 @@ def _first_order(
     encoded: list[list[int]],
     exact: Mapping[str, HeadCost],
     singles: Sequence[Head],
-) -> FirstOrder:
+) -> FirstOrder | None:
+    if is_packed(model):
+        return None  # packed kernels may pass no gradient on, without a word
     # one text at a time: the backward pass keeps every activation
     estimate = first_order_importance(model, encoded, batch_size=1)
     costs = np.array([exact[str(head)].value for head in singles])
