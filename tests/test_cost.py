@@ -9,11 +9,15 @@ import pytest
 from typer.testing import CliRunner
 
 from conftest import tiny_language_model, tiny_tokenizer
-from headwise import evaluate, hub
+from headwise import evaluate
 from headwise.cli import app, cost
 from headwise.cli.cost import Cost, estimate_cost, require_affordable
 from headwise.errors import ModelError, SettingsError
+from headwise.heads import Head
+from headwise.integrity import hub
+from headwise.models.architectures import geometry_of
 from headwise.models.loading import load_model
+from headwise.plasticity.writer import vector_bytes
 from headwise.progress import Work
 from headwise.proof import ablation
 from planned import small_texts
@@ -28,6 +32,18 @@ def test_more_work_costs_more_and_memory_counts_what_is_kept():
     assert 0 < small.minutes < large.minutes
     assert large.gigabytes > small.gigabytes + 0.016
     assert "estimate: at most about" in str(small)
+
+
+def test_vectors_that_are_written_cost_time_too():
+    model = tiny_language_model("llama")
+    shape = geometry_of(model)
+    size = vector_bytes(10**6, None, shape)
+    each = shape.num_heads + shape.num_kv_heads
+    assert size == 4e6 * shape.num_layers * each * shape.head_dim
+    group = [Head(0, index) for index in range(shape.group)]
+    assert vector_bytes(10**6, group, shape) == 4e6 * (shape.group + 1) * shape.head_dim
+    found = estimate_cost(model, Work(tokens=0, batch=64, written=size))
+    assert found.minutes == pytest.approx(size / 45e6 / 60)
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,11 @@ SOURCE = Path(__file__).parent.parent / "src" / "headwise"
 
 # A package imports only what stands above it; the loose modules of the top are the ground floor.
 ORDER = """
-    errors hub ranks alarms bundled integrity artefacts values provenance settings
-    heads intervals frames sheets progress drawing
+    errors ranks alarms bundled integrity artefacts values provenance settings
+    heads intervals frames sheets progress workers drawing
     models
     forward
+    passes
     texts
     diagnosis
     watch

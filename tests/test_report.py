@@ -351,6 +351,28 @@ def test_the_effect_has_a_size_in_words():
     assert str(Effect(-0.0002, 3.0, None)) == "Perplexity falls by 0.02% (20.09 to 20.08)."
 
 
+def test_an_effect_that_is_none_or_not_sure_is_not_called_a_gain():
+    assert str(Effect(0.0, 3.0, 7.0)) == "Perplexity stays at 20.09."
+    told = "Perplexity goes from 20.09 to 19.99, which may be chance."
+    assert str(Effect(-0.005, 3.0, 7.0, sure=False)) == told
+
+
+def test_a_bare_diagnosis_of_another_family_has_no_empty_columns_and_no_figures(tmp_path):
+    found = diagnosis_of(stock_mass())
+    model = replace(found.model, model_type="llama", positions="rope")
+    maps = {name: value for name, value in found.maps.items() if name != "slope"}
+    replace(found, model=model, maps=maps).save(tmp_path / "diagnosis.json")
+    page = report.write_report(tmp_path, tmp_path / "report").read_text()
+    tables = report.own_tables(read_source(tmp_path))
+    names = {column.name for table in tables for column in table.columns}
+    assert "sick heads" in names
+    assert not {"band", "source", "paper: sick", "held-out ppl"} & names
+    assert 'href="#figures"' not in page
+    assert "no data for it" not in page
+    assert "is a symptom" in page
+    assert '<label hidden>Condition <select id="arm">' in page
+
+
 def test_the_verdict_starts_with_the_size_of_the_effect(study):
     assert judge(read_source(study)).basis.startswith("Perplexity falls by 4.2% (21.45 to 20.54).")
 

@@ -133,6 +133,31 @@ def test_decided_rows_are_measured_no_further():
     assert found.work == pytest.approx((2 + 4 + 8) / 24)
 
 
+def test_heads_that_are_given_up_would_hardly_ever_have_been_decided():
+    """400 heads with effects around the negligible, all looks taken, beside giving up early."""
+    generator = np.random.default_rng(3)
+    looks, tokens = looks_at(DOCUMENTS), generator.integers(150, 256, DOCUMENTS)
+    effects = generator.uniform(-0.001, 0.003, 400) * tokens.mean()
+    scale = generator.uniform(0.1, 3, (400, 1))
+    rows = scale * skewed(generator, (400, DOCUMENTS)) + effects[:, None]
+    heads = tuple(Head(0, i) for i in range(400))
+
+    def judged(keep_open):
+        def measure(some, documents):
+            return rows[np.ix_(some, documents)][:, None]
+
+        found = in_stages(looks, tokens, (400, 1), measure, lambda s: keep_open(heads, s))
+        return Usefulness(heads, found)
+
+    whole = judged(lambda h, s: np.array(Usefulness(h, s).verdicts()) == "undecided")
+    quick = judged(lambda h, s: Usefulness(h, s).open_rows())
+    given_up = quick.staged.documents < whole.staged.documents
+    decided = np.array(whole.verdicts()) != "undecided"
+    assert 100 < given_up.sum() < 350
+    assert (decided & given_up).sum() / given_up.sum() < 0.04
+    assert quick.staged.work < 0.92 * whole.staged.work
+
+
 def test_a_useful_head_is_decided_early_and_costs_what_the_fixed_path_says():
     model = tiny_model("llama")
     generator = np.random.default_rng(0)

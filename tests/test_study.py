@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,12 +23,13 @@ from headwise.cli import app
 from headwise.cli.show import cost_tables
 from headwise.cli.study import _runnable
 from headwise.diagnosis.values import Thresholds, diagnosis_from
-from headwise.errors import ArtefactError, SettingsError
+from headwise.errors import ArtefactError, SettingsError, TrainingError
 from headwise.models.patch import Patch
 from headwise.proof.evaluation import Evaluation, EvaluationProvenance, HeadCosts
 from headwise.proof.perplexity import TextLosses
 from headwise.studies.estimate import estimate_study
 from headwise.studies.run import run_study
+from headwise.studies.spread_runs import RunEnd
 from headwise.studies.study import STUDIES, load_study
 from headwise.studies.summary import _difference
 from headwise.texts.text_sets import TextSet
@@ -194,6 +198,153 @@ def test_a_study_killed_at_random_moments_ends_with_the_same_bytes(tmp_path, mod
     sys.stderr.write(f"\n{kills} kills\n")
     assert kills >= 3
     assert contents(tmp_path / "cut") == contents(whole)
+
+
+TWO_SEEDS = {
+    "seeds": [0, 1],
+    "arms": [{"name": "surgery"}, {"name": "release", "treatment": "release"}],
+}
+
+
+@pytest.fixture(scope="module")
+def serial(tmp_path_factory, model_dir, corpus_dir):
+    """A study of four runs, and its folder after one process ran them one after the other."""
+    folder = tmp_path_factory.mktemp("serial")
+    path = write_study(folder / "s.yaml", model_dir, corpus_dir, **TWO_SEEDS)
+    run_study(load_study(str(path)), out=folder / "out")
+    return load_study(str(path)), contents(folder / "out")
+
+
+def test_two_workers_write_the_bytes_of_one_process(tmp_path, serial):
+    study, expected = serial
+    seen = []
+    run_study(study, out=tmp_path, workers=2, progress=lambda *told: seen.append(told))
+    assert contents(tmp_path) == expected
+    assert [told[1] for told in seen if told[0] == "runs"] == [0, 1, 2, 3, 4]
+    assert any(told[0].startswith("release s1: release on") for told in seen)
+    seen.clear()
+    run_study(study, out=tmp_path, workers=2, progress=lambda *told: seen.append(told))
+    assert "runs" not in {told[0] for told in seen}  # nothing left for a worker
+
+
+def killed_once(action, folder, name):
+    """Run `action` here while a thread kills the worker that saves the first checkpoint."""
+    victims = []
+
+    def kill():
+        pattern = f"runs/{name}/checkpoints/step-*"
+        while not list(folder.glob(pattern)):
+            time.sleep(0.002)
+        holder = json.loads((folder / "runs" / name / ".lock").read_text())["pid"]
+        os.kill(holder, signal.SIGKILL)
+        victims.append(holder)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    action()
+    thread.join()
+    assert os.getpid() not in victims
+    return victims
+
+
+def test_a_killed_worker_costs_its_own_run_the_unsaved_steps_alone(tmp_path, serial):
+    study, expected = serial
+    seen = []
+
+    def run():
+        run_study(study, out=tmp_path, workers=2, progress=lambda *told: seen.append(told[0]))
+
+    assert len(killed_once(run, tmp_path, "surgery-s1")) == 1
+    lost = [line for line in seen if "its worker was lost" in line]
+    assert lost == ["surgery s1: its worker was lost; another one goes on from its last checkpoint"]
+    assert contents(tmp_path) == expected
+
+
+@pytest.mark.slow  # a cluster of two processes starts, and one is killed
+def test_a_dask_cluster_that_loses_a_worker_writes_the_bytes_of_one_process(tmp_path, serial):
+    distributed = pytest.importorskip("distributed")
+    study, expected = serial
+    seen = []
+    with distributed.LocalCluster(
+        n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None
+    ) as cluster:
+
+        def run():
+            run_study(
+                study,
+                out=tmp_path,
+                backend="dask",
+                scheduler=cluster.scheduler_address,
+                progress=lambda *told: seen.append(told[0]),
+            )
+
+        killed_once(run, tmp_path, "surgery-s1")
+    assert any(line.startswith("surgery s1: its worker was lost") for line in seen)
+    assert contents(tmp_path) == expected
+
+
+def study_command(path, out, *options):
+    command = [sys.executable, "-m", "headwise.cli", "study", str(path), "--out", str(out)]
+    return [*command, "--no-report", "--quiet", *options]
+
+
+def workers_of(process):
+    """The numbers of a process's children that are loky's workers."""
+    listed = Path(f"/proc/{process}/task").glob("*/children")
+    children = [int(word) for path in listed for word in path.read_text().split()]
+    return [n for n in children if "popen_loky" in Path(f"/proc/{n}/cmdline").read_text()]
+
+
+def alive(process):
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_workers_end_with_their_parent_and_the_study_goes_on(tmp_path, serial, corpus_dir, number):
+    study, expected = serial
+    path = write_study(tmp_path / "s.yaml", study.model, corpus_dir, **TWO_SEEDS)
+    command = study_command(path, tmp_path / "out", "--workers", "2")
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while not list((tmp_path / "out").glob("runs/*/checkpoints/step-*")):
+        time.sleep(0.005)
+        assert process.poll() is None
+    workers = workers_of(process.pid)
+    assert len(workers) == 2
+    process.send_signal(number)
+    _, told = process.communicate(timeout=60)
+    if number == signal.SIGTERM:
+        assert process.returncode == 130
+        assert "stopped; the same command goes on" in told
+    deadline = time.monotonic() + 5
+    while any(map(alive, workers)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(alive, workers))
+    run_study(study, out=tmp_path / "out", workers=2)
+    assert contents(tmp_path / "out") == expected
+
+
+def test_a_run_that_fails_does_not_keep_the_others_from_their_end(
+    tmp_path, model_dir, corpus_dir, monkeypatch
+):
+    taken = []
+
+    def ends(items, workers, progress):
+        for item in items:
+            taken.append(str(item))
+            yield RunEnd(
+                item, (), TrainingError("no step", where=item) if len(taken) == 1 else None
+            )
+
+    monkeypatch.setattr("headwise.studies.spread_runs._ends", ends)
+    path = write_study(tmp_path / "s.yaml", model_dir, corpus_dir)
+    with pytest.raises(TrainingError, match=r"no step\n.*surgery s0"):
+        run_study(load_study(str(path)), out=tmp_path / "out", workers=2)
+    assert taken == ["surgery s0", "sham s0"]
+    assert not (tmp_path / "out" / "summary.json").exists()
 
 
 def losses_of(*sums):

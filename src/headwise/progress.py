@@ -51,6 +51,8 @@ class Work:
     batch: int  # tokens of one forward pass
     kept: int = 0  # tokens whose activations wait for a backward pass
     trained: int = 0  # weights with a master, a gradient and two moments
+    written: float = 0  # bytes of vectors that are put on disk
+    waiting: int = 0  # tokens whose hidden states wait between the layers of a streamed model
     less: str = ""  # options that make it less
 
 

@@ -9,6 +9,7 @@ seconds at doubled sizes.
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import shutil
@@ -42,6 +43,9 @@ class Shape:
 
 
 BLOOM_3B = Shape(layers=30, hidden=2560, heads=32, vocabulary=250_880)
+
+
+_POOL = 2**24 + 43  # random numbers; no width divides it, so rows differ
 
 
 SMALL = Shape(layers=4, hidden=256, heads=8, vocabulary=2_000)
@@ -93,17 +97,20 @@ def bench_scale(
     finally:
         shutil.rmtree(model, ignore_errors=True)
     stage("growth", progress)
-    return [streamed, *_growth(folder)]
+    return [streamed, *_growth()]
 
 
 def write_model(folder: Path, shape: Shape, seed: int = 0) -> None:
-    """A random BLOOM model in float32, one file a layer, never more than one layer in memory."""
+    """A random BLOOM model in float32, one file a layer, never more than one layer in memory.
+
+    To be quick, weights are stretches of one pool of normal numbers, each from a random place on.
+    """
     import torch
     from accelerate import init_empty_weights
+    from safetensors.torch import save_file
     from transformers import BloomConfig, BloomForCausalLM
 
     from headwise.models.patient import patient_dir
-    from headwise.models.tensor_files import write_safetensors
 
     config = BloomConfig(
         vocab_size=shape.vocabulary,
@@ -118,19 +125,28 @@ def write_model(folder: Path, shape: Shape, seed: int = 0) -> None:
     with init_empty_weights():
         model = BloomForCausalLM(config)
     torch.manual_seed(seed)
+    pool = torch.randn(_POOL) * 0.02
     files: dict[str, str] = {}
     for name, part in _parts(model):
         shard = f"{name}.safetensors"
-        tensors = {key: _random(key, tuple(value.shape)) for key, value in part.items()}
-        write_safetensors(folder / shard, tensors, {"format": "pt"})
+        tensors = {key: _random(key, tuple(value.shape), pool) for key, value in part.items()}
+        save_file(tensors, folder / shard, {"format": "pt"})
+        _to_disk(folder / shard)
         files |= dict.fromkeys(tensors, shard)
     index = {"metadata": {"total_size": shape.weights * 4}, "weight_map": files}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def _to_disk(file: Path) -> None:
+    """What is not on the disk yet cannot be forgotten by the kernel before it is read."""
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())
+
+
 def _parts(model: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """The parameters of each layer, and what is outside of them one by one."""
     named = dict(model.named_parameters())
+    named.pop("lm_head.weight", None)  # it is the embedding
     layers: dict[str, dict[str, Any]] = {}
     for name, value in named.items():
         inside = name.startswith("transformer.h.")
@@ -139,12 +155,19 @@ def _parts(model: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     yield from sorted(layers.items())
 
 
-def _random(name: str, shape: tuple[int, ...]) -> Any:
+def _random(name: str, shape: tuple[int, ...], pool: Any) -> Any:
     import torch
 
-    if len(shape) == 2:
-        return torch.randn(shape) * 0.02
-    return torch.ones(shape) if name.endswith("norm.weight") else torch.zeros(shape)
+    if len(shape) < 2:
+        return torch.ones(shape) if name.endswith("norm.weight") else torch.zeros(shape)
+    count, start = math.prod(shape), int(torch.randint(len(pool), ()))
+    found = torch.empty(count)
+    filled = 0
+    while filled < count:
+        part = pool[start : start + count - filled]
+        found[filled : filled + len(part)] = part
+        filled, start = filled + len(part), 0
+    return found.view(shape)
 
 
 def _streamed(
@@ -206,22 +229,29 @@ def _limited(command: Sequence[str], limit_gb: float) -> int:
     return used.ru_maxrss * 1024
 
 
-def _growth(folder: Path) -> Iterator[GrowthRow]:
-    cases: dict[str, tuple[Sequence[int], Callable[[int], tuple[Shape, int, int]]]] = {
+def _growth() -> Iterator[GrowthRow]:
+    sizes: dict[str, tuple[Sequence[int], Callable[[int], tuple[Shape, int, int]]]] = {
         "tokens a text": ((256, 512, 1024, 2048), lambda n: (SMALL, 2, n)),
         "texts": ((4, 8, 16, 32), lambda n: (SMALL, n, 256)),
         "heads a layer": ((4, 8, 16, 32), lambda n: (_with_heads(n), 4, 512)),
         "layers": ((2, 4, 8, 16), lambda n: (_with_layers(n), 4, 512)),
     }
-    for name, (sizes, case) in cases.items():
-        seconds = [_cpu_seconds(*case(size), folder) for size in sizes]
-        yield GrowthRow(
-            case="diagnose",
-            grows=name,
-            sizes=" ".join(map(str, sizes)),
-            cpu_s=" ".join(f"{s:.2f}" for s in seconds),
-            exponent=round(fitted_exponent(sizes, seconds), 2),
-        )
+    fewer: dict[str, tuple[Sequence[int], Callable[[int], tuple[Shape, int, int]]]] = {
+        "tokens a text": ((64, 128, 256, 512), lambda n: (SMALL, 2, n)),
+        "texts": ((1, 2, 4, 8), lambda n: (SMALL, n, 128)),
+        "heads a layer": ((2, 4, 8, 16), lambda n: (_with_heads(n), 2, 128)),
+        "layers": ((2, 4, 8, 16), lambda n: (_with_layers(n), 2, 128)),
+    }
+    for case, work, cases in (("diagnose", _diagnosed, sizes), ("ablation", _ablated, fewer)):
+        for name, (steps, made) in cases.items():
+            seconds = [_cpu_seconds(work, *made(size)) for size in steps]
+            yield GrowthRow(
+                case=case,
+                grows=name,
+                sizes=" ".join(map(str, steps)),
+                cpu_s=" ".join(f"{s:.2f}" for s in seconds),
+                exponent=round(fitted_exponent(steps, seconds), 2),
+            )
 
 
 def _with_heads(heads: int) -> Shape:
@@ -233,13 +263,30 @@ def _with_layers(layers: int) -> Shape:
     return Shape(layers, SMALL.hidden, SMALL.heads, SMALL.vocabulary)
 
 
-def _cpu_seconds(shape: Shape, texts: int, length: int, folder: Path) -> float:
-    """The smaller of two runs of the measuring itself, one thread."""
-    import torch
-    from transformers import BloomConfig, BloomForCausalLM
-
+def _diagnosed(model: Any, ids: list[list[int]]) -> None:
+    """Every head measured on every text."""
     from headwise.diagnosis.measures import measure_heads
     from headwise.texts.batches import batches
+
+    count, length = len(ids), len(ids[0])
+    measure_heads(model, batches(ids, 1), num_texts=count, max_length=length, pooled=True)
+
+
+def _ablated(model: Any, ids: list[list[int]]) -> None:
+    """Every head ablated, each alone, on every text."""
+    from headwise.heads import all_heads
+    from headwise.proof.ablation import ablate_heads
+
+    heads = all_heads(int(model.config.n_layer), int(model.config.n_head))
+    ablate_heads(model, ids, [[head] for head in heads])
+
+
+def _cpu_seconds(
+    work: Callable[[Any, list[list[int]]], None], shape: Shape, texts: int, length: int
+) -> float:
+    """The smaller of two runs of the work itself on a random model, one thread."""
+    import torch
+    from transformers import BloomConfig, BloomForCausalLM
 
     torch.manual_seed(0)
     config = BloomConfig(
@@ -256,7 +303,7 @@ def _cpu_seconds(shape: Shape, texts: int, length: int, folder: Path) -> float:
         found = []
         for _ in range(2):
             started = time.process_time()
-            measure_heads(model, batches(ids, 1), num_texts=texts, max_length=length, pooled=True)
+            work(model, ids)
             found.append(time.process_time() - started)
     finally:
         torch.set_num_threads(threads)

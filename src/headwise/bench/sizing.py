@@ -1,15 +1,16 @@
-"""What a model needs, from a formula, and what a GPU user must still measure: `headwise bench gpu`.
+"""What a model needs, by count and by one measured layer: `headwise bench gpu`.
 
-Bytes are exact counts of weights, masters and moments; activations are the hidden states that a
-checkpointed layer keeps. Seconds are never predicted: one layer of each shape is built at random
-and timed on the device at hand, or left blank where it does not fit or there is no such device.
+Bytes are counts of weights, masters and moments; activations are the hidden states that a
+checkpointed layer keeps. Seconds come from one random layer of each shape, built and timed on the
+device at hand: a GPU if there is one, else one core of this machine. Times on machines that are not
+at hand are the counted operations over a rate that is assumed, and are called so.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 GIGA = 10**9
@@ -40,6 +41,10 @@ class ModelShape:
         """Matrix weights of a layer."""
         return self.attention + (3 if self.gated else 2) * self.hidden * self.inner
 
+    def operations(self, length: int) -> int:
+        """Of one token in one layer, in a text of so many tokens: matrices, scores and values."""
+        return 2 * self.layer + 4 * self.hidden * length
+
     @property
     def weights(self) -> int:
         """Of the whole model, matrices only: biases and norms are below 0.1% of it."""
@@ -63,7 +68,20 @@ SHAPES = (
 
 
 @dataclass(frozen=True)
-class SizeRow:
+class LayerRow:
+    """One layer of a shape on the device at hand; None: it was not measured there."""
+
+    model: str
+    layer_gb: float  # in the precision in which it runs there
+    forward_ms: float | None  # of 512 tokens
+    diagnose_ms: float | None
+    diagnose_to_forward: float | None
+    gflop_s: float | None  # operations of the plain pass over the time of the measured one
+    peak_gb: float | None  # of the device, where it counts that
+
+
+@dataclass(frozen=True)
+class MemoryRow:
     """Gigabytes of one model in bfloat16, and the smallest machine for each kind of work."""
 
     model: str
@@ -74,89 +92,156 @@ class SizeRow:
     repair_on: str
 
 
+@dataclass(frozen=True)
+class TimeRow:
+    """A diagnosis of 65,536 tokens: on the device at hand from its layer, elsewhere by rate."""
+
+    model: str
+    here: str  # a star: the rate of the largest shape that was measured
+    small_gpu: str
+    large_gpu: str
+    eight_gpus: str
+    repair_step: str  # 4,096 tokens on the smallest of these that holds it
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Somebody's GPUs: memory is known, rates are assumed."""
+
+    name: str
+    memory: float  # GB
+    rate: float  # operations a second that a diagnosis gets out of them, together
+    link: float = 12.0  # GB/s at which weights that do not fit come from the computer's memory
+
+
+# Assumed: a third of the makers' dense bfloat16 or float16 peak. Layers spread over several GPUs
+# work one after the other, so eight have the memory of eight and the rate of one.
+MACHINES = (
+    Machine("16 GB GPU", 16.0, 20e12),
+    Machine("80 GB GPU", 80.0, 100e12),
+    Machine("8 x 80 GB", 640.0, 100e12),
+)
+
+
 _TRAINED = 1 / 3  # of the heads
-_STEP_TOKENS, _READ_TOKENS = 4096, 65_536
+_STEP_TOKENS, _READ_TOKENS, _LENGTH = 4096, 65_536, 512
+_BATCH = 16_384  # tokens a forward pass where weights are offloaded: each brings them anew
 _BYTES = 2  # bfloat16
 _STATE = 16  # master, gradient and two moments in float32
-_MACHINES = (("16 GB GPU", 16.0), ("80 GB GPU", 80.0), ("8 x 80 GB", 640.0))
 _USABLE = 0.9  # of a device's memory
+_PASSES = 3  # of a checkpointed step: forward, forward again, backward of the activations
+_MOST_GB = 1.0  # a layer larger than this is not measured on a CPU
 
 
-def size_rows() -> list[SizeRow]:
-    """The sizing table."""
-    return [_size(shape) for shape in SHAPES]
+def gpu_rows(device: str | None = None) -> list[LayerRow | MemoryRow | TimeRow]:
+    """Layers as measured here, then memory and time of whole models."""
+    import torch
+
+    chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    layers = [measured_layer(shape, chosen) for shape in SHAPES]
+    return [*layers, *memory_rows(), *times(layers)]
 
 
-def _size(shape: ModelShape) -> SizeRow:
+def memory_rows() -> list[MemoryRow]:
+    """The memory table."""
+    return [_memory(shape) for shape in SHAPES]
+
+
+def _memory(shape: ModelShape) -> MemoryRow:
     weights = shape.weights * _BYTES
     streamed = shape.layer * 4 + _READ_TOKENS * shape.hidden * 4
-    slices = shape.layers * shape.attention * _TRAINED
-    kept = _STEP_TOKENS * shape.hidden * _BYTES * (shape.layers + 2 * shape.inner // shape.hidden)
-    repair = weights + slices * _STATE + kept
-    return SizeRow(
+    repair = _repair_bytes(shape)
+    return MemoryRow(
         shape.name,
         round(weights / GIGA, 1),
         round(streamed / GIGA, 1),
         round(repair / GIGA, 1),
-        smallest_machine(weights + _READ_TOKENS * shape.hidden * _BYTES),
+        smallest_machine(_diagnose_bytes(shape)),
         smallest_machine(repair),
     )
 
 
+def _diagnose_bytes(shape: ModelShape) -> float:
+    return shape.weights * _BYTES + _BATCH * shape.hidden * _BYTES * 8
+
+
+def _repair_bytes(shape: ModelShape) -> float:
+    slices = shape.layers * shape.attention * _TRAINED
+    kept = _STEP_TOKENS * shape.hidden * _BYTES * (shape.layers + 2 * shape.inner // shape.hidden)
+    return shape.weights * _BYTES + slices * _STATE + kept
+
+
 def smallest_machine(needed: float) -> str:
     """The first machine that holds so many bytes, or what to do without one."""
-    for name, size in _MACHINES:
-        if needed < _USABLE * size * GIGA:
-            return name
-    return "offloaded"
+    return next((one.name for one in MACHINES if _holds(one, needed)), "offloaded")
 
 
-@dataclass(frozen=True)
-class GpuRow:
-    """One layer of a shape on a device, and what that makes for all layers; None: not measured."""
-
-    model: str
-    weights_gb: float
-    layer_gb: float
-    layer_forward_ms: float | None  # of 512 tokens
-    layer_diagnose_ms: float | None
-    diagnose_to_forward: float | None
-    all_layers_s_per_1000_tokens: float | None
-    peak_layer_gb: float | None
+def _holds(machine: Machine, needed: float) -> bool:
+    return needed < _USABLE * machine.memory * GIGA
 
 
-def gpu_rows(device: str | None = None, tokens: int = 512) -> Iterator[GpuRow]:
-    """Time one random layer of every shape that fits; without a GPU the columns stay empty."""
+def times(layers: Sequence[LayerRow]) -> list[TimeRow]:
+    """The time table; a shape that was not measured gets the rate of the last one that was."""
+    rows, rate = [], None
+    for shape, layer in zip(SHAPES, layers, strict=True):
+        rate = layer.gflop_s or rate
+        here = "" if rate is None else shown_seconds(_operations(shape) / (rate * 1e9))
+        star = "" if layer.gflop_s else "*"
+        small, large, eight = (_diagnose_time(shape, machine) for machine in MACHINES)
+        rows.append(TimeRow(shape.name, here + star, small, large, eight, _repair_time(shape)))
+    return rows
+
+
+def _operations(shape: ModelShape, tokens: int = _READ_TOKENS) -> float:
+    return float(tokens * shape.layers * shape.operations(_LENGTH))
+
+
+def _diagnose_time(shape: ModelShape, machine: Machine) -> str:
+    """Operations over the rate; what does not fit comes over the link once for every batch."""
+    seconds = _operations(shape) / machine.rate
+    over = _diagnose_bytes(shape) - _USABLE * machine.memory * GIGA
+    if over <= 0:
+        return shown_seconds(seconds)
+    passes = _READ_TOKENS / _BATCH
+    return f"{shown_seconds(seconds + passes * over / (machine.link * GIGA))}, offloaded"
+
+
+def _repair_time(shape: ModelShape) -> str:
+    """One step on the smallest machine that holds it."""
+    found = [one for one in MACHINES if _holds(one, _repair_bytes(shape))]
+    if not found:
+        return "offloaded"
+    seconds = _PASSES * _operations(shape, _STEP_TOKENS) / found[0].rate
+    return f"{shown_seconds(seconds)} on {found[0].name}"
+
+
+def shown_seconds(seconds: float) -> str:
+    """Two figures: more would not be believed."""
+    for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{float(f'{seconds / size:.2g}'):g} {unit}"
+    return f"{float(f'{seconds:.2g}'):g} s"
+
+
+def measured_layer(shape: ModelShape, device: str, tokens: int = _LENGTH) -> LayerRow:
+    """One layer in figures; those of one that does not fit stay empty."""
     import torch
 
-    chosen = device or ("cuda" if torch.cuda.is_available() else None)
-    for shape in SHAPES:
-        blank = GpuRow(
-            shape.name,
-            round(shape.weights * _BYTES / GIGA, 1),
-            round(shape.layer * _BYTES / GIGA, 2),
-            *(None,) * 5,
-        )
-        yield blank if chosen is None else measured_layer(blank, shape, chosen, tokens)
-
-
-def measured_layer(blank: GpuRow, shape: ModelShape, device: str, tokens: int) -> GpuRow:
-    """Fill in a row; a layer that does not fit leaves it as it was."""
-    import torch
-
+    size = shape.layer * (_BYTES if device != "cpu" else 4) / GIGA
+    blank = LayerRow(shape.name, round(size, 2), *(None,) * 5)
+    if device == "cpu" and size > _MOST_GB:
+        return blank
     try:
         forward, diagnosed, peak = _layer_times(shape, device, tokens)
     except torch.OutOfMemoryError:
         return blank
-    return GpuRow(
-        blank.model,
-        blank.weights_gb,
-        blank.layer_gb,
-        round(forward * 1e3, 2),
-        round(diagnosed * 1e3, 2),
-        round(diagnosed / forward, 2),
-        round(diagnosed * shape.layers * 1000 / tokens, 3),
-        round(peak / GIGA, 2),
+    return replace(
+        blank,
+        forward_ms=round(forward * 1e3, 1),
+        diagnose_ms=round(diagnosed * 1e3, 1),
+        diagnose_to_forward=round(diagnosed / forward, 2),
+        gflop_s=round(tokens * shape.operations(tokens) / diagnosed / 1e9, 1),
+        peak_gb=round(peak / GIGA, 2) if peak else None,
     )
 
 
@@ -167,6 +252,8 @@ def _layer_times(shape: ModelShape, device: str, tokens: int) -> tuple[float, fl
     from headwise.diagnosis.measures import measure_heads
     from headwise.texts.batches import batches
 
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     model = _one_layer(shape).to(device, torch.bfloat16 if device != "cpu" else torch.float32)
     ids = torch.randint(3, 1000, (1, tokens))
 
@@ -175,9 +262,10 @@ def _layer_times(shape: ModelShape, device: str, tokens: int) -> tuple[float, fl
             model.base_model(input_ids=ids.to(device), use_cache=False)
 
     def measured() -> None:
-        measure_heads(model, batches(ids.tolist(), 1), num_texts=1, max_length=tokens)
+        measure_heads(model, batches(ids.tolist(), 1), num_texts=1, max_length=tokens, pooled=True)
 
     found = _seconds(plain, device), _seconds(measured, device)
+    torch.set_num_threads(threads)
     peak = torch.cuda.max_memory_allocated() if device.startswith("cuda") else 0
     return *found, float(peak)
 
@@ -203,14 +291,15 @@ def _one_layer(shape: ModelShape) -> Any:
 
 
 def _seconds(work: Any, device: str) -> float:
-    """The smallest of three runs, after one that warms up."""
+    """The smaller of two runs, after one that warms up; of a CPU its own seconds."""
     import torch
 
+    clock = time.process_time if device == "cpu" else time.perf_counter
     found = []
-    for _ in range(4):
-        started = time.perf_counter()
+    for _ in range(3):
+        started = clock()
         work()
         if device.startswith("cuda"):
             torch.cuda.synchronize()
-        found.append(time.perf_counter() - started)
+        found.append(clock() - started)
     return min(found[1:])

@@ -1,12 +1,14 @@
 """What work will cost on this machine: minutes from a short probe of the model, memory by count.
 
-The probe is one forward pass of at most 128 tokens after a first one that warms up. Times are
-rough: other work on the machine and attention over long texts are not in them.
+The probe is one forward pass of at most 128 tokens after a first one that warms up, of a streamed
+model through one layer. Times are rough: other work on the machine and attention over long texts
+are not in them.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,13 +16,16 @@ import torch
 from transformers import PreTrainedModel
 
 from headwise.errors import SettingsError
-from headwise.models.architectures import device_of
+from headwise.models.architectures import architecture_of, device_of, layers_of
+from headwise.models.stored_weights import StoredWeights, stored_weights
+from headwise.passes.streamed import embedding_by_rows, first_state, layer_at_hand, through
 from headwise.progress import Work
 
 MOST_HOURS = 24.0
 _PROBE = 128  # tokens
 _CHUNK = 256  # rows of logits alive at once
 _FLOAT = 4  # bytes
+_DISK = 45e6  # bytes a second: sorting, compressing and sealing Parquet, measured on one core
 _TRAINED = 4 * _FLOAT  # master, gradient and two moments
 
 
@@ -54,23 +59,65 @@ def _duration(minutes: float) -> str:
 def estimate_cost(model: PreTrainedModel, work: Work) -> Cost:
     """Probe the model and price the work."""
     resident, available = _memory()
-    held = max(resident, _weight_bytes(model))
+    stored = stored_weights(model)
+    held = max(resident, _weight_bytes(model)) if stored is None else resident
+    if stored is not None:
+        held += 2 * _layer_bytes(model, stored) + _FLOAT * work.waiting * _width(model)
     needed = held + _activation_bytes(model, work) + _TRAINED * work.trained
     total = None if available is None else (available + resident) / 1e9
-    return Cost(work.tokens * seconds_per_token(model) / 60, needed / 1e9, total)
+    seconds = work.tokens * seconds_per_token(model) + work.written / _DISK
+    return Cost(seconds / 60, needed / 1e9, total)
 
 
 def seconds_per_token(model: PreTrainedModel) -> float:
-    """Of a plain forward pass with its output head."""
-    config = model.config.get_text_config()
-    length = min(_PROBE, getattr(config, "max_position_embeddings", None) or _PROBE)
-    ids = torch.arange(length, device=device_of(model))[None] % int(config.vocab_size)
+    """Of a plain forward pass with its output head; of a streamed model without it."""
+    if stored_weights(model) is not None:
+        return _streamed_seconds_per_token(model)
+    length = _probe_length(model)
+    ids = torch.arange(length, device=device_of(model))[None] % _vocabulary(model)
     for _ in range(2):  # the first one warms up
         start = time.perf_counter()
         with torch.inference_mode():
             model(input_ids=ids, use_cache=False)
         taken = time.perf_counter() - start
     return taken / length
+
+
+def _streamed_seconds_per_token(model: PreTrainedModel) -> float:
+    """Of all layers, from one that is read and then run twice; reading itself is once for all."""
+    length = _probe_length(model)
+    ids = torch.arange(length)[None] % _vocabulary(model)
+    with embedding_by_rows(model):
+        hidden = first_state(model, ids)
+        with layer_at_hand(model, 0):
+            for _ in range(2):  # the first one warms up
+                start = time.perf_counter()
+                through(model, ids, 0, hidden, None)
+                taken = time.perf_counter() - start
+    return taken / length * len(layers_of(model))
+
+
+def _probe_length(model: PreTrainedModel) -> int:
+    config = model.config.get_text_config()
+    return min(_PROBE, getattr(config, "max_position_embeddings", None) or _PROBE)
+
+
+def _vocabulary(model: PreTrainedModel) -> int:
+    return int(model.config.get_text_config().vocab_size)
+
+
+def _layer_bytes(model: PreTrainedModel, stored: StoredWeights) -> int:
+    """The largest layer, in the precision it is read in."""
+    prefix, size = f"{architecture_of(model).layers}.", stored.dtype.itemsize
+    layers: Counter[str] = Counter()
+    for name, one in stored.tensors.items():
+        if name.startswith(prefix):
+            layers[name.removeprefix(prefix).partition(".")[0]] += one.numel * size
+    return max(layers.values())
+
+
+def _width(model: PreTrainedModel) -> int:
+    return int(model.config.get_text_config().hidden_size)
 
 
 def require_affordable(cost: Cost, work: Work, yes: bool) -> None:
@@ -89,7 +136,7 @@ def _weight_bytes(model: PreTrainedModel) -> int:
 def _activation_bytes(model: PreTrainedModel, work: Work) -> int:
     """One layer of the batch, every layer of what is kept, and a chunk of logits with its slope."""
     config = model.config.get_text_config()
-    hidden = int(config.hidden_size)
+    hidden = _width(model)
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
     inner = max(inner) if isinstance(inner, (list, tuple)) else int(inner)  # one per layer
     token = _FLOAT * (8 * hidden + 3 * inner)  # of one layer

@@ -29,6 +29,7 @@ from headwise.cli.options import (
     Stream,
     Texts,
     alarm,
+    announce,
     choice,
     chosen_texts,
     given_texts,
@@ -60,6 +61,7 @@ def diagnose(
     quiet: Quiet = False,
 ) -> None:
     """Measure every head: where its attention goes, what it gives, whether it collapsed."""
+    announce(model, quiet)
     from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import console, drawn, head_grid
     from headwise.diagnosis.diagnose import diagnose as run
@@ -79,12 +81,12 @@ def diagnose(
             thresholds=Thresholds(dead, sink, low_entropy),
             progress=progress,
         )
-    written = [diagnosis.save(out / "diagnosis.json")]
+    written, screen = [diagnosis.save(out / "diagnosis.json")], console(quiet)
     if figures:
+        screen.print("drawing figures", style="dim")
         from headwise.diagnosis.figures import diagnosis_figures
 
         written += diagnosis_figures(diagnosis, out)
-    screen = console(quiet)
     screen.print(head_grid(diagnosis))
     screen.print(drawn(diagnosis_sheet(diagnosis)))
     wrote(written, quiet)
@@ -148,13 +150,13 @@ def check(
     quiet: Quiet = False,
 ) -> None:
     """Is the architecture known, and are its heads separable?"""
+    announce(model, quiet)
     from headwise.artefacts import save_artefact
     from headwise.cli.show import check_text, console
     from headwise.errors import UnknownArchitectureError
     from headwise.forward.separability import check as run
 
     screen = console(quiet)
-    screen.print(f"loading {model}", style="dim")
     loaded = load(model, dtype, device_map, allow_pickle, trust_remote_code)
     screen.print("moving every kind of slice, one at a time", style="dim")
     result = run(loaded.model, seed=seed)
@@ -241,6 +243,7 @@ def apply(
     quiet: Quiet = False,
 ) -> None:
     """Write an ordinary model directory with patches merged in, or taken out again."""
+    announce(model, quiet)
     from headwise.cli.show import console
     from headwise.handover.merging import apply_patches
     from headwise.models.patch import Patch

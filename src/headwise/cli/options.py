@@ -227,6 +227,13 @@ def _prove(loaded: LoadedModel) -> None:
     )
 
 
+def announce(name: str, quiet: bool) -> None:
+    """Say that a model is being loaded before torch is, which alone takes seconds."""
+    from headwise.cli.show import console
+
+    console(quiet).print(f"loading {name}", style="dim")
+
+
 def load_reader(
     name: str,
     how: tuple[str | None, str | None, bool, bool],
@@ -246,7 +253,6 @@ def load_reader(
     from headwise.models.stored_weights import stored_weights
 
     screen = console(quiet)
-    screen.print(f"loading {name}", style="dim")
     loaded = load(name, *how, bos=bos, stream=stream)
     stored = stored_weights(loaded.model)
     if stored is not None:
@@ -284,8 +290,13 @@ def wrote(paths: list[Path], quiet: bool) -> None:
     from headwise.cli.show import console
 
     folders = sorted({path.parent for path in paths})
-    names = ", ".join(sorted(path.name for path in paths))
-    console(quiet).print(f"wrote {names} in {', '.join(map(str, folders))}", style="dim")
+    drawings = [path for path in paths if path.suffix in (".png", ".svg")]
+    names = sorted(path.name for path in paths if path not in drawings)
+    if drawings:
+        figures = len({path.stem for path in drawings})
+        names.append(f"{figures} figure{'s' * (figures > 1)} (PNG, SVG)")
+    told = f"wrote {', '.join(names)} in {', '.join(map(str, folders))}"
+    console(quiet).print(told, style="dim")
 
 
 def choice(value: Any, *known: str) -> Any:

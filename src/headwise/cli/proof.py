@@ -24,9 +24,11 @@ from headwise.cli.options import (
     Quiet,
     RemoteCode,
     Seed,
+    Stream,
     Texts,
     Yes,
     alarm,
+    announce,
     choice,
     chosen_texts,
     load_reader,
@@ -80,6 +82,7 @@ def evaluate(
     out: Out = Path("out/evaluation"),
     device_map: DeviceMap = None,
     dtype: Dtype = None,
+    stream: Stream = None,
     allow_pickle: AllowPickle = False,
     trust_remote_code: RemoteCode = False,
     force: Annotated[bool, typer.Option("--force", help="Apply patches to another base.")] = False,
@@ -88,6 +91,7 @@ def evaluate(
     quiet: Quiet = False,
 ) -> None:
     """Perplexities with intervals, what every head is worth, dormant neurons."""
+    announce(model, quiet)
     from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import print_sheets
     from headwise.proof.evaluate import evaluate as run, paper_prompts
@@ -95,7 +99,9 @@ def evaluate(
 
     sets = [chosen_texts(texts, lines, model), paper_prompts()]
     how, before = (dtype, device_map, allow_pickle, trust_remote_code), patch_first_tokens(patch)
-    loaded = load_reader(model, how, bos, quiet, inherited=before, max_length=max_length)
+    loaded = load_reader(
+        model, how, bos, quiet, inherited=before, max_length=max_length, stream=stream
+    )
     with resumable("nothing was written"), progress_bars(quiet) as progress:
         found = run(
             loaded,
@@ -135,6 +141,7 @@ def complete(
     quiet: Quiet = False,
 ) -> None:
     """Complete prompts with the stock model and with each patch, side by side."""
+    announce(model, quiet)
     from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import print_sheets
     from headwise.proof.completed_texts import Sampling, read_prompts
@@ -237,6 +244,7 @@ def capture(
     out: Out = Path("out/qk"),
     device_map: DeviceMap = None,
     dtype: Dtype = None,
+    stream: Stream = None,
     allow_pickle: AllowPickle = False,
     trust_remote_code: RemoteCode = False,
     seed: Seed = 0,
@@ -244,6 +252,7 @@ def capture(
     quiet: Quiet = False,
 ) -> None:
     """Record query and key vectors as Parquet, in the sniffed-qk layout."""
+    announce(model, quiet)
     from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import console
     from headwise.heads import select_in_layers
@@ -252,7 +261,9 @@ def capture(
     from headwise.plasticity.capture_info import CaptureSettings
 
     how, before = (dtype, device_map, allow_pickle, trust_remote_code), patch_first_tokens(patch)
-    loaded = load_reader(model, how, bos, quiet, inherited=before, max_length=max_length)
+    loaded = load_reader(
+        model, how, bos, quiet, inherited=before, max_length=max_length, stream=stream
+    )
     settings = CaptureSettings(
         buckets, base_rate, max_length, pre_rope, choice(layout, "new", "old"), seed
     )
@@ -270,12 +281,9 @@ def capture(
             budget=minding(quiet, yes),
             progress=progress,
         )
-    rows = sum(captured.rows.values())
-    console(quiet).print(
-        f"{rows:,} query and key vectors, {len(captured.rows)} files, in {captured.folder}"
-    )
-    if captured.note:
-        console(quiet).print(f"note: {captured.note}")
+    count, files = sum(captured.rows.values()), len(captured.rows)
+    told = f"{count:,} query and key vectors, {files} files, in {captured.folder}"
+    console(quiet).print(told + (f"\nnote: {captured.note}" if captured.note else ""))
 
 
 def _pairs(text: str | None) -> int | str | None:

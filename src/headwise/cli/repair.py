@@ -33,6 +33,7 @@ from headwise.cli.options import (
     TreatmentName,
     Yes,
     alarm,
+    announce,
     choice,
     load_reader,
     minding,
@@ -75,6 +76,7 @@ def repair(
     quiet: Quiet = False,
 ) -> None:
     """Operate on the plan's heads and train only their slices, or run a control."""
+    announce(model, quiet)
     from headwise.cli.progress_bar import progress_bars
     from headwise.surgery.modes import MODES
     from headwise.surgery.recipe import recipe_named
@@ -117,7 +119,7 @@ def _given(**options: float | None) -> dict[str, float]:
 def _tell(done: RepairRun, plan: SurgeryPlan | None, quiet: bool) -> None:
     from headwise.cli.show import console
 
-    for line in _repaired(done, plan):
+    for line in repaired(done, plan):
         console(quiet).print(line)
     names = ("patch.safetensors", "trace.jsonl", "maps.jsonl", "run.json", "therapy.json")
     wrote([done.out / name for name in names if (done.out / name).exists()], quiet)
@@ -138,7 +140,7 @@ def _plan(path: Path | None, treatment: str | None, dose: float | None) -> Surge
     return None
 
 
-def _repaired(done: RepairRun, plan: SurgeryPlan | None) -> Iterator[str]:
+def repaired(done: RepairRun, plan: SurgeryPlan | None) -> Iterator[str]:
     """What a run says of itself when it ends."""
     from headwise.therapy.record import THERAPY, Therapy
 
@@ -150,8 +152,9 @@ def _repaired(done: RepairRun, plan: SurgeryPlan | None) -> Iterator[str]:
         yield (
             f"{done.mode}: validation loss {_number(done.stock_loss)} in stock, "
             f"{first.loss:.4f} at step {first.step}, "
-            f"best {state.best_loss:.4f} at step {state.best_step} {state.stopped}"
+            f"best {state.best_loss:.4f} at step {state.best_step} {state.stopped}".rstrip()
         )
+        yield from _worse(done)
     elif not state.rows and state.step == 0:
         yield f"{done.mode}: nothing was trained now (a control without training, or finished)"
     yield f"{done.patch.num_weights:,} weights in the patch" + _OUTCOMES[done.outcome]
@@ -161,6 +164,13 @@ def _repaired(done: RepairRun, plan: SurgeryPlan | None) -> Iterator[str]:
             "weights as the planned slices have"
             + (f", {plan.summary.trainable_weights:,})" if plan and plan.summary else ")")
         )
+
+
+def _worse(done: RepairRun) -> Iterator[str]:
+    """Said plainly, for two numbers in a line are easily misread as a success."""
+    stock, best = done.stock_loss, done.state.best_loss
+    if done.outcome in ("trained", "sham") and stock is not None and best > stock:
+        yield f"that is {best - stock:.4f} worse than stock: this patch harms the model so far"
 
 
 def _number(value: float | None) -> str:

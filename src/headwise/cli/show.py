@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -22,34 +23,64 @@ CLASS_LETTERS = {"healthy": "·", "low_entropy": "e", "sink": "s", "dead": "D"}
 
 
 def console(quiet: bool = False) -> Console:
-    """Standard output; silent if asked."""
-    return Console(quiet=quiet, highlight=False, soft_wrap=True)
+    """Standard output; silent if asked. Lines break at words on a terminal, in a log not at all."""
+    return Console(quiet=quiet, highlight=False, soft_wrap=not sys.stdout.isatty())
 
 
 def head_grid(diagnosis: Diagnosis, name: str = "first_token_mass") -> Text:
     """Layer 0 at the bottom as in the figures: background by class, the digit is the mass."""
     mass = diagnosis.maps[name]
-    text = Text("layer\\head ")
-    text.append("".join(f"{h % 100:>3}" for h in range(mass.shape[1])) + "\n", style="dim")
-    for layer, row in reversed(list(enumerate(diagnosis.classes))):
-        text.append(f"{diagnosis.model.layer_numbers[layer]:>10} ", style="dim")
-        for head, label in enumerate(row):
-            digit = CLASS_LETTERS[label] + f"{min(int(mass[layer, head] * 10), 9)}"
-            text.append(f" {digit}", style=f"black on {CLASS_COLOURS[label]}")
-        text.append("\n")
+    cells = [
+        [
+            (f"{CLASS_LETTERS[label]}{min(int(mass[layer, head] * 10), 9)}", CLASS_COLOURS[label])
+            for head, label in enumerate(row)
+        ]
+        for layer, row in enumerate(diagnosis.classes)
+    ]
+    text = grid_of(diagnosis.model.layer_numbers, cells)
     text.append("           ")
     for name_, colour in CLASS_COLOURS.items():
         text.append(f" {CLASS_LETTERS[name_]} {name_} ", style=f"black on {colour}")
         text.append(" ")
-    text.append("digit = first-token mass in tenths", style="dim")
+    text.append("\n           the digit is the first-token mass in tenths", style="dim")
+    return text
+
+
+def grid_of(layers: Sequence[int], cells: Sequence[Sequence[tuple[str, str]]]) -> Text:
+    """A line per layer, layer 0 at the bottom; of wide models each cell keeps its last letter.
+
+    A cell is what it says and its colour, or no colour for a cell that says nothing.
+    """
+    heads = len(cells[0]) if cells else 0
+    wide = _MARGIN + 3 * heads <= _COLUMNS
+    text = Text("layer\\head ")
+    numbers = (f"{h % 100:>3}" if wide else str(h % 10) for h in range(heads))
+    text.append("".join(numbers) + "\n", style="dim")
+    for layer, row in reversed(list(zip(layers, cells, strict=True))):
+        text.append(f"{layer:>10} ", style="dim")
+        for told, colour in row:
+            style = f"black on {colour}" if colour else "dim"
+            text.append(f"{told:>3}" if wide else told[-1], style=style)
+        text.append("\n")
     return text
 
 
 def drawn(found: Sheet) -> Table:
-    """A sheet as a table; numbers are right-aligned."""
-    result = Table(title=found.title, title_justify="left", show_edge=False, pad_edge=False)
+    """A sheet as a table; numbers are right-aligned, and what is too long goes on below."""
+    headed = any(found.columns)
+    title = max(map(len, found.title.splitlines()), default=0)
+    result = Table(
+        title=found.title,
+        title_justify="left",
+        show_edge=False,
+        pad_edge=False,
+        show_header=headed,
+        min_width=min(title, _COLUMNS),  # a narrow table would break its title
+    )
     for index, column in enumerate(found.columns):
-        result.add_column(column, justify="right" if found.numeric(index) else "left")
+        result.add_column(
+            column, justify="right" if found.numeric(index) else "left", overflow="fold"
+        )
     for row in found.rows:
         result.add_row(*(shown(value) for value in row))
     return result
@@ -59,6 +90,12 @@ def print_sheets(sheets: Iterable[Sheet], quiet: bool) -> None:
     """Tables one below the other."""
     for found in sheets:
         console(quiet).print(drawn(found))
+
+
+_COLUMNS = 80  # of the terminal that every summary fits
+
+
+_MARGIN = 11  # columns before the first head of a grid
 
 
 _WIDE = 6  # columns that a terminal of 80 has room for
@@ -126,12 +163,14 @@ def plasticity_table(found: Plasticity) -> Table:
 def check_text(loaded: LoadedModel, result: HeadCheck) -> str:
     """What a passed check says of a model."""
     from headwise.models.architectures import geometry_of, positions_of
+    from headwise.models.model_info import model_name
 
     geometry, difference = geometry_of(loaded.model), result.difference
     return (
-        f"{loaded.id}: {loaded.model.config.model_type}, {geometry.num_layers} layers x "
-        f"{geometry.num_heads} heads ({geometry.num_kv_heads} key/value heads of "
-        f"{geometry.head_dim}), {positions_of(loaded.model)} positions.\n"
+        f"{model_name(loaded.id)}: {loaded.model.config.model_type}, "
+        f"{geometry.num_layers} layers x {geometry.num_heads} heads "
+        f"({geometry.num_kv_heads} key/value heads of {geometry.head_dim}), "
+        f"{positions_of(loaded.model)} positions.\n"
         f"Heads are separable: {len(result.probes)} slices moved exactly their own heads; "
         f"silencing equals ablation within {result.silencing_error:.0e}, the tap changes logits by "
         f"{result.logit_change:.0e} of their size over {difference.length} tokens "

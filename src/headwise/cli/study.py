@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headwise.cli.app import app, resumable
-from headwise.cli.options import Out, Quiet, wrote
+from headwise.cli.options import Out, Quiet, choice, wrote
 
 if TYPE_CHECKING:
     from headwise.studies.study import Study
@@ -26,6 +26,11 @@ def study(
     out: Annotated[Path | None, typer.Option(help="Folder of the study.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would run.")] = False,
     report: Annotated[bool, typer.Option(help="Write the report too.")] = True,
+    workers: Annotated[
+        int, typer.Option(help="Arms and seeds side by side; each loads the model.", min=1)
+    ] = 1,
+    backend: Annotated[str, typer.Option(help="joblib (this machine) or dask")] = "joblib",
+    scheduler: Annotated[str | None, typer.Option(help="Address of a Dask scheduler.")] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="The default: finished work is kept.")
     ] = False,
@@ -53,7 +58,14 @@ def study(
         return
     going_on = resumable("the same command goes on where it stopped")
     with going_on, progress_bars(quiet) as progress:
-        run_study(asked, out=folder, progress=progress)
+        run_study(
+            asked,
+            out=folder,
+            workers=workers,
+            backend=choice(backend, "joblib", "dask"),
+            scheduler=scheduler,
+            progress=progress,
+        )
     wrote([folder / "study.json", folder / "summary.json"], quiet)
     if report:
         _write_report(folder, folder / "report", quiet)

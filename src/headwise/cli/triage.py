@@ -20,8 +20,10 @@ from headwise.cli.options import (
     Quiet,
     RemoteCode,
     Seed,
+    Stream,
     Texts,
     Yes,
+    announce,
     given_texts,
     load_reader,
     minding,
@@ -51,6 +53,7 @@ def triage(
     bos: Bos = None,
     device_map: DeviceMap = None,
     dtype: Dtype = None,
+    stream: Stream = None,
     allow_pickle: AllowPickle = False,
     trust_remote_code: RemoteCode = False,
     force: Annotated[bool, typer.Option("--force", help="Accept another's diagnosis.")] = False,
@@ -59,9 +62,11 @@ def triage(
     quiet: Quiet = False,
 ) -> None:
     """Judge sick heads: asleep, parked, working, empty, constant, or undecided."""
+    announce(model, quiet)
     from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import console, print_sheets
     from headwise.diagnosis.triage_values import TriageThresholds
+    from headwise.diagnosis.view import triage_sheet
     from headwise.proof.compare import read_snapshot
     from headwise.therapy.triage import TriageSettings, triage as run
 
@@ -69,7 +74,9 @@ def triage(
     how = (dtype, device_map, allow_pickle, trust_remote_code)
     earlier = read.provenance.settings
     before = [] if earlier is None else [(earlier.bos, f"the diagnosis {diagnosis}")]
-    loaded = load_reader(model, how, bos, quiet, inherited=before, max_length=max_length)
+    loaded = load_reader(
+        model, how, bos, quiet, inherited=before, max_length=max_length, stream=stream
+    )
     thresholds = TriageThresholds(negligible=negligible)
     with resumable("nothing was written"), progress_bars(quiet) as progress:
         found = run(
@@ -83,29 +90,25 @@ def triage(
             progress=progress,
         )
     console(quiet).print(triage_grid(found))
-    print_sheets(found.sheets(), quiet)
+    print_sheets([triage_sheet(found)], quiet)
     wrote([found.save(out / "triage.json")], quiet)
 
 
 def triage_grid(found: Triage) -> Text:
     """Layer 0 at the bottom: the letter of the class, a dot where nothing was asked."""
-    from rich.text import Text
-
+    from headwise.cli.show import grid_of
     from headwise.diagnosis.view import TRIAGE_LETTERS
 
-    heads = found.model.num_heads
-    text = Text("layer\\head ")
-    text.append("".join(f"{h % 100:>3}" for h in range(heads)) + "\n", style="dim")
-    for layer in reversed(found.model.layer_numbers):
-        text.append(f"{layer:>10} ", style="dim")
-        for index in range(heads):
-            judged = found.heads.get(f"L{layer}H{index}")
-            label: str = judged.class_ if judged else ""
-            letter, colour = TRIAGE_LETTERS.get(label, ("·", "default"))
-            text.append(f"  {letter}", style=f"black on {colour}" if label else "dim")
-        text.append("\n")
-    text.append("           ")
+    labels = {name: judged.class_ for name, judged in found.heads.items()}
+    cells = [
+        [
+            TRIAGE_LETTERS.get(labels.get(f"L{layer}H{index}", ""), ("·", ""))
+            for index in range(found.model.num_heads)
+        ]
+        for layer in found.model.layer_numbers
+    ]
+    text = grid_of(found.model.layer_numbers, cells)
     for name, (letter, colour) in TRIAGE_LETTERS.items():
-        text.append(f" {letter} {name} {found.counts[name]} ", style=f"black on {colour}")
+        text.append(f"{letter} {name} {found.counts[name]}", style=f"black on {colour}")
         text.append(" ")
     return text

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from headwise.alarms import Alarm, joined, loss_alarms
 from headwise.artefacts import versions
 from headwise.diagnosis.dormancy import dormancy_of, dormant_weights
-from headwise.diagnosis.measures import Measured, measure_heads, positional_baseline
+from headwise.diagnosis.measures import Measured, measuring_heads, positional_baseline
 from headwise.diagnosis.values import (
     Diagnosis,
     Pooled,
@@ -29,6 +29,7 @@ from headwise.diagnosis.values import (
 from headwise.forward.guard import guard
 from headwise.models.architectures import alibi_slopes, geometry_of
 from headwise.models.loaded_model import LoadedModel, takes_model
+from headwise.passes.readings import Measuring, alone
 from headwise.progress import Progress, silent
 from headwise.provenance import MeasureSettings, Provenance
 from headwise.texts.batches import DEFAULT_MAX_LENGTH, Batch, batches, encode_for
@@ -52,6 +53,29 @@ def diagnose(
     progress: Progress = silent,
 ) -> Diagnosis:
     """Measure and classify every head of a loaded model; `bos` overrules its first token."""
+    work = diagnosing(
+        loaded,
+        texts,
+        max_length=max_length,
+        batch_size=batch_size,
+        skip_queries=skip_queries,
+        bos=bos,
+        thresholds=thresholds,
+    )
+    return alone(loaded.model, work, progress=progress)
+
+
+def diagnosing(
+    loaded: LoadedModel,
+    texts: TextSet | Sequence[str] | None = None,
+    *,
+    max_length: int = DEFAULT_MAX_LENGTH,
+    batch_size: int = 4,
+    skip_queries: int = 0,
+    bos: bool | None = None,
+    thresholds: Thresholds | None = None,
+) -> Measuring[Diagnosis]:
+    """The same as a part of a reading that others may share."""
     loaded, max_length = loaded.starting_with(bos), loaded.length(max_length)
     model, chosen = loaded.model, as_text_set(texts, loaded.id)
     encoded = encode_for(
@@ -60,14 +84,13 @@ def diagnose(
     lengths = [len(ids) for ids in encoded]
     guard(model, max(lengths))
     sample, dormant = _sample(encoded), list[Tensor | None]()
-    measured = measure_heads(
+    measured = yield from measuring_heads(
         model,
         batches(encoded, batch_size),
         num_texts=len(encoded),
         max_length=max(lengths),
         skip_queries=skip_queries,
         pooled=True,
-        progress=progress,
         visit=lambda layer: dormant.append(dormant_weights(model, layer)),
         sample=sample,
     )

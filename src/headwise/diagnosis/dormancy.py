@@ -8,8 +8,8 @@ mean) can.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -20,12 +20,11 @@ from transformers import PreTrainedModel
 from headwise.diagnosis.values import Dormancy
 from headwise.models.architectures import (
     architecture_of,
-    backbone_of,
     dense_weight,
-    device_of,
     layers_of,
 )
-from headwise.ranks import shared_out
+from headwise.passes.readings import Measuring, alone
+from headwise.passes.streamed import Emit, Reading
 from headwise.texts.batches import Batch
 
 WEIGHT_THRESHOLD = 0.01
@@ -80,28 +79,40 @@ def activation_dormancy(
     model: PreTrainedModel, batches: Iterable[Batch], tau: float = ACTIVATION_TAU
 ) -> Dormancy | None:
     """Share of neurons whose mean |activation| is at most `tau` of their layer's mean."""
-    row = architecture_of(model)
-    if not row.mlp_in:
-        return None
+    return alone(model, measuring_dormancy(model, batches, tau))
+
+
+def measuring_dormancy(
+    model: PreTrainedModel, batches: Iterable[Batch], tau: float = ACTIVATION_TAU
+) -> Measuring[Dormancy | None]:
+    """The same as a part of a reading that others may share."""
+    work = list(batches) if architecture_of(model).mlp_in else []
     totals: dict[int, Tensor] = {}
-    for _, found in shared_out(partial(_activations, model), list(batches)):
-        for layer, seen in found.items():
-            totals[layer] = totals[layer] + seen if layer in totals else seen
+
+    def take(_: int, layer: int | None, seen: Tensor) -> None:
+        assert layer is not None
+        totals[layer] = totals[layer] + seen if layer in totals else seen
+
+    def listen(number: int, emit: Emit[Tensor]) -> AbstractContextManager[object]:
+        return _hearing(model, work[number], emit)
+
+    yield Reading([batch.ids for batch in work], take, listen=listen)
+    if not work:
+        return None
     dormant = [totals[layer] <= tau * totals[layer].mean() for layer in sorted(totals)]
     return _summary(dormant, rule=f"mean |activation| <= {tau} of the layer's mean")
 
 
-def _activations(model: PreTrainedModel, batch: Batch) -> dict[int, Float[Tensor, "neuron"]]:
-    """Sums of |activation| over the real tokens of one batch, by layer."""
+@contextmanager
+def _hearing(model: PreTrainedModel, batch: Batch, emit: Emit[Tensor]) -> Iterator[None]:
+    """While open the sums of |activation| over the real tokens of one batch are told, by layer."""
     real = (torch.arange(batch.ids.shape[1])[None] < batch.lengths[:, None]).float()
-    totals: dict[int, Tensor] = {}
 
     def watch(layer: int) -> Any:
         def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             # OPT flattens (text, position) before its MLP; both orders agree with `real`
             flat = inputs[0].detach().float().abs().reshape(-1, inputs[0].shape[-1])
-            seen = (flat * real.to(flat.device).reshape(-1, 1)).sum(0)
-            totals[layer] = totals[layer] + seen if layer in totals else seen
+            emit(layer, (flat * real.to(flat.device).reshape(-1, 1)).sum(0).cpu())
 
         return hook
 
@@ -111,12 +122,10 @@ def _activations(model: PreTrainedModel, batch: Batch) -> dict[int, Float[Tensor
         for number, layer in enumerate(layers_of(model))
     ]
     try:
-        with torch.inference_mode():
-            backbone_of(model)(input_ids=batch.ids.to(device_of(model)), use_cache=False)
+        yield
     finally:
         for handle in handles:
             handle.remove()
-    return {layer: total.cpu() for layer, total in totals.items()}
 
 
 def _summary(dormant: list[Tensor], rule: str) -> Dormancy:

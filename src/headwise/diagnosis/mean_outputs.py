@@ -9,10 +9,11 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headwise.forward.passes import observed
 from headwise.forward.tap import Sight
 from headwise.heads import Head
 from headwise.models.architectures import geometry_of
+from headwise.passes.readings import Measuring, alone
+from headwise.passes.streamed import Reading
 from headwise.texts.batches import Batch
 
 
@@ -23,6 +24,13 @@ def measure_means(
 
     Rows are the layers with attention; where layers differ in width the rest is 0.
     """
+    return alone(model, measuring_means(model, batches))
+
+
+def measuring_means(
+    model: PreTrainedModel, batches: Iterable[Batch]
+) -> Measuring[Float[Tensor, "layer head value"]]:
+    """The same as a part of a reading that others may share."""
     geometry = geometry_of(model)
     widest = max(geometry_of(model, layer).head_dim for layer in geometry.layers)
     sums = torch.zeros(geometry.num_layers, geometry.num_heads, widest, dtype=torch.float64)
@@ -34,9 +42,11 @@ def measure_means(
         out = torch.where(real[:, None, :, None], sight.out.float(), 0.0)
         return out.sum((0, 2)).double().cpu()
 
-    for _, layer, found in observed(model, [batch.ids for batch in work], add_up):
+    def take(_: int, layer: int | None, found: Tensor) -> None:
         assert layer is not None
         sums[geometry.layers.index(layer), :, : found.shape[-1]] += found
+
+    yield Reading([batch.ids for batch in work], take, observe=add_up)
     count = sum(int(batch.lengths.sum()) for batch in work)
     return (sums / max(count, 1)).float()
 

@@ -25,9 +25,8 @@ from headwise.forward.attention import (
     moments,
     sink_share,
 )
-from headwise.forward.losses import shifted_targets, token_losses
+from headwise.forward.losses import shifted_targets
 from headwise.forward.max_logit import max_logits
-from headwise.forward.passes import Visit, observed
 from headwise.forward.tap import Sight
 from headwise.heads import Head
 from headwise.models.architectures import (
@@ -35,6 +34,8 @@ from headwise.models.architectures import (
     geometry_of,
     projection_of,
 )
+from headwise.passes.readings import Measuring, alone
+from headwise.passes.streamed import Reading, Visit
 from headwise.progress import Progress, silent
 from headwise.texts.batches import Batch
 
@@ -110,37 +111,61 @@ def measure_heads(
 
     The loss of a `sample` is taken in the same passes, and `visit` sees each layer once.
     """
+    work = measuring_heads(
+        model,
+        batches,
+        num_texts=num_texts,
+        max_length=max_length,
+        skip_queries=skip_queries,
+        pooled=pooled,
+        visit=visit,
+        sample=sample,
+    )
+    return alone(model, work, progress=progress)
+
+
+def measuring_heads(
+    model: PreTrainedModel,
+    batches: Iterable[Batch],
+    *,
+    num_texts: int,
+    max_length: int,
+    skip_queries: int = 0,
+    pooled: bool = False,
+    visit: Visit | None = None,
+    sample: Batch | None = None,
+) -> Measuring[Measured]:
+    """The same as a part of a reading that others may share."""
     geometry, work = geometry_of(model), list(batches)
     shape = (num_texts, geometry.num_layers, geometry.num_heads)
     observer = _Observer(model, work, skip_queries, position_bucket(max_length - 1) + 1, pooled)
     measured = observer.nothing(shape)
     every = [*work, sample] if sample is not None else work
     loss = 0.0
-    for number, layer, one in observed(
-        model,
-        [batch.ids for batch in every],
-        lambda number, sight: observer(number, sight) if number < len(work) else None,
-        lambda number, hidden: _loss(model, sample, hidden) if number == len(work) else None,
-        title="measuring heads",
-        progress=progress,
-        visit=visit,
-    ):
-        if isinstance(one, float):
-            loss = one
+
+    def take(number: int, layer: int | None, one: _LayerMeasures | Tensor | None) -> None:
+        nonlocal loss
+        if isinstance(one, Tensor):
+            loss = float(one.double().sum())
         elif layer is not None and one is not None:
             measured.add(list(work[number].index), geometry.layers.index(layer), one)
+
+    yield Reading(
+        [batch.ids for batch in every],
+        take,
+        observe=lambda number, sight: observer(number, sight) if number < len(work) else None,
+        targets=[None] * len(work) + ([] if sample is None else [_targets(sample)]),
+        visit=visit,
+        title="measuring heads",
+    )
     for batch in work:
         measured.profile_count[:] += observer.counts(batch)
     _require_finite(measured, geometry.layers)
     return replace(measured, sample_loss=loss)
 
 
-def _loss(model: PreTrainedModel, sample: Batch | None, hidden: Tensor) -> float | None:
-    """The summed loss of a sample."""
-    if sample is None:
-        return None
-    targets = shifted_targets(sample.ids, sample.lengths).to(hidden.device)
-    return float(token_losses(model, hidden, targets).double().sum())
+def _targets(sample: Batch) -> Int[Tensor, "text position"]:
+    return shifted_targets(sample.ids, sample.lengths)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,9 @@ from headwise.sheets import Sheet, sheet
 
 if TYPE_CHECKING:
     from headwise.diagnosis.survey import Survey
+    from headwise.diagnosis.triage_values import Triage
     from headwise.diagnosis.values import Diagnosis
+    from headwise.intervals import Interval
 
 
 # Okabe-Ito: told apart by colour-blind readers
@@ -75,13 +77,41 @@ def diagnosis_sheet(diagnosis: Diagnosis) -> Sheet:
     rows.append(("sick at 0.40 / 0.50 / 0.60", " / ".join(map(str, sweep.counts.values()))))
     rows.append(("share with mass 0.4 to 0.6", f"{sweep.share_between:.1%}"))
     rows.append(("valley depth (1 empty, 0 none)", f"{sweep.valley.depth:.2f}"))
-    rows.append(("band (head indices)", ", ".join(map(str, diagnosis.band.indices)) or "none"))
+    if diagnosis.model.positions == "alibi":  # elsewhere an index means nothing
+        rows.append(("band (head indices)", ", ".join(map(str, diagnosis.band.indices)) or "none"))
     if diagnosis.sink_rate:
         rate = diagnosis.sink_rate
         rows.append((f"Gu's sink rate (mass > {rate.epsilon})", f"{rate.value:.1%}"))
     if diagnosis.mlp_dormancy:
         rows.append(("dormant MLP neurons", f"{diagnosis.mlp_dormancy.share:.2%}"))
-    return sheet(diagnosis.model.id, ("heads", "count"), rows)
+    return sheet(diagnosis.model.short_name, ("heads", "count"), rows)
+
+
+def triage_sheet(found: Triage) -> Sheet:
+    """The costs of every judged head in 80 columns: marks instead of intervals."""
+    columns = ("head", "class", "zero", "mean", "unsink", "release", "by", "texts")
+    rows = [
+        (
+            name,
+            head.class_,
+            *(_marked(cost) for cost in (head.zero, head.mean, head.unsink, head.release)),
+            head.release_kind,
+            head.documents,
+        )
+        for name, head in found.heads.items()
+    ]
+    title = f"{found.model.short_name}: change of loss, nats per token"
+    return sheet(
+        f"{title}\n(* the 95% interval leaves out 0; intervals: triage.json)", columns, rows
+    )
+
+
+def _marked(cost: Interval | None) -> str:
+    """Seven characters and a mark where the interval is on one side of 0."""
+    if cost is None:
+        return ""
+    digits = 4 if abs(cost.value) < 10 else 2
+    return f"{cost.value:+.{digits}f}" + "*" * (cost.low > 0 or cost.high < 0)
 
 
 def survey_sheet(found: Survey) -> Sheet:

@@ -12,12 +12,14 @@ from headwise.forward.replaced_forward import Forward, replaced_forward
 from headwise.models.architectures import layers_of
 
 
-def checkpointed(model: PreTrainedModel, first: int) -> AbstractContextManager[None]:
-    """Recompute the activations of layers from `first` on in the backward pass.
+def checkpointed(
+    model: PreTrainedModel, first: int, stop: int | None = None
+) -> AbstractContextManager[None]:
+    """Recompute the activations of layers `first` to `stop` (not included) in the backward pass.
 
     Around accelerate's hooks: the second run of a layer needs its weights as the first did.
     """
-    return replaced_forward(layers_of(model)[first:], _recomputing, around_hooks=True)
+    return replaced_forward(layers_of(model)[first:stop], _recomputing, around_hooks=True)
 
 
 def _recomputing(layer: nn.Module, previous: Forward) -> Forward:

@@ -8,7 +8,8 @@ taken chunk by chunk in the forward pass, so logits are not kept for the backwar
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,8 +21,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headwise.forward.replaced_forward import replaced_forward
+from headwise.forward.tiled_losses import tiled_losses
 from headwise.models.architectures import architecture_of
-from headwise.models.stored_weights import StoredWeights, stored_weights
+from headwise.models.stored_weights import at_hand, stored_weights
 
 IGNORED = -100
 
@@ -50,8 +52,7 @@ def logits_of(model: PreTrainedModel, hidden: Float[Tensor, "... hidden"]) -> Te
     scale, before = _scale_of(model), architecture_of(model).before_logits
     if before:
         hidden = model.get_submodule(before)(hidden)
-    logits = scale.linear(model.get_output_embeddings()(hidden))
-    return logits if scale.cap is None else scale.cap * torch.tanh(logits / scale.cap)
+    return scale.logits(model.get_output_embeddings()(hidden))
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,11 @@ class _LogitScale:
         if self.times != 1.0:
             x = x * self.times
         return x if self.over == 1.0 else x / self.over
+
+    def logits(self, x: Tensor) -> Tensor:
+        """All of it."""
+        x = self.linear(x)
+        return x if self.cap is None else self.cap * torch.tanh(x / self.cap)
 
 
 def _scale_of(model: PreTrainedModel) -> _LogitScale:
@@ -85,12 +91,13 @@ def token_losses(
     targets: Int[Tensor, "text position"],
 ) -> Float[Tensor, "text position"]:
     """Loss in nats at every predicting position, 0 elsewhere; no gradient."""
+    if stored_weights(model) is not None and _is_linear(model):
+        return stored_losses(model, [hidden], [targets])[0]
     flat, wanted = hidden.flatten(0, 1), targets.flatten()
     losses = torch.zeros(wanted.shape, dtype=torch.float32, device=hidden.device)
     chosen = torch.nonzero(wanted != IGNORED).squeeze(1)
-    stored = stored_weights(model)
-    if stored is not None and _is_linear(model):
-        losses[chosen] = _stored_losses(model, stored, flat[chosen], wanted[chosen])
+    if _is_linear(model):
+        losses[chosen] = _tiled(model, flat[chosen], wanted[chosen])
         return losses.view(targets.shape)
     for rows in _chunks(model, chosen):
         logits = logits_of(model, flat[rows]).float()
@@ -98,29 +105,75 @@ def token_losses(
     return losses.view(targets.shape)
 
 
-def _stored_losses(
-    model: PreTrainedModel,
-    stored: StoredWeights,
-    hidden: Float[Tensor, "row hidden"],
-    targets: Int[Tensor, "row"],
+def _tiled(
+    model: PreTrainedModel, hidden: Float[Tensor, "row hidden"], targets: Int[Tensor, "row"]
 ) -> Float[Tensor, "row"]:
-    """The same with the output head's rows read from disk, a piece at a time."""
+    """Tile by tile as the head's own forward, so that accelerate's hook brings its weights."""
+    head, adjust = model.get_output_embeddings(), _scale_of(model).logits
+    with replaced_forward([head], lambda module, _: partial(tiled_losses, module, adjust)):
+        found: Tensor = head.forward(hidden, targets)
+    return found
+
+
+def stored_losses(
+    model: PreTrainedModel,
+    hidden: Sequence[Tensor],  # each (text, position, hidden)
+    targets: Sequence[Tensor],  # each (text, position), as the losses
+) -> list[Tensor]:
+    """The same for several batches of a streamed model, whose output head is read once for all."""
+    stored = stored_weights(model)
+    if stored is None or not _is_linear(model):
+        with _head_at_hand(model):
+            return [token_losses(model, *one) for one in zip(hidden, targets, strict=True)]
+    parts = [_Rows(one, wanted) for one, wanted in zip(hidden, targets, strict=True)]
     head, scale = model.get_output_embeddings(), _scale_of(model)
     name = next(name for name, module in model.named_modules() if module is head)
     bias = stored.get(f"{name}.bias")
-    total = torch.full((len(hidden),), -torch.inf)
-    own = torch.zeros(len(hidden))
     for start, piece in stored.pieces(f"{name}.weight"):
+        own = None if bias is None else bias[start : start + len(piece)]
+        for part in parts:
+            part.meet(start, piece, own, scale)
+    return [part.losses() for part in parts]
+
+
+@contextmanager
+def _head_at_hand(model: PreTrainedModel) -> Iterator[None]:
+    """While open an output head that must be called as it is stays in memory, if streamed."""
+    before = architecture_of(model).before_logits
+    head = model.get_output_embeddings()
+    name = next(name for name, module in model.named_modules() if module is head)
+    with ExitStack() as stack:
+        for one in (name, before) if stored_weights(model) is not None else ():
+            if one:
+                stack.enter_context(at_hand(model, one))
+        yield
+
+
+class _Rows:
+    """The predicting positions of one batch, as they meet the output head piece by piece."""
+
+    def __init__(self, hidden: Tensor, targets: Tensor) -> None:
+        self.shape, flat = targets.shape, targets.flatten()
+        self.chosen = torch.nonzero(flat != IGNORED).squeeze(1)
+        self.hidden, self.targets = hidden.flatten(0, 1)[self.chosen], flat[self.chosen]
+        self.total = torch.full((len(self.chosen),), -torch.inf)
+        self.own = torch.zeros(len(self.chosen))
+
+    def meet(self, start: int, piece: Tensor, bias: Tensor | None, scale: _LogitScale) -> None:
+        """Take in the logits of some tokens, from `start` on."""
         stop = start + len(piece)
-        logits = scale.linear(
-            F.linear(hidden, piece, None if bias is None else bias[start:stop]).float()
-        )
-        if scale.cap is not None:
-            logits = scale.cap * torch.tanh(logits / scale.cap)
-        total = torch.logaddexp(total, logits.logsumexp(-1))
-        here = (targets >= start) & (targets < stop)
-        own[here] = logits[here, targets[here] - start]
-    return total - own
+        for rows in torch.arange(len(self.chosen)).split(max(1, _CHUNK_LOGITS // len(piece))):
+            logits = scale.logits(F.linear(self.hidden[rows], piece, bias).float())
+            self.total[rows] = torch.logaddexp(self.total[rows], logits.logsumexp(-1))
+            wanted = self.targets[rows]
+            here = (wanted >= start) & (wanted < stop)
+            self.own[rows[here]] = logits[here, wanted[here] - start]
+
+    def losses(self) -> Float[Tensor, "text position"]:
+        """Loss in nats at every predicting position, 0 elsewhere."""
+        losses = torch.zeros(self.shape.numel())
+        losses[self.chosen] = self.total - self.own
+        return losses.view(self.shape)
 
 
 def summed_loss(

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from headwise.forward.replaced_forward import replaced_forward
 from headwise.models.architectures import (
     architecture_of,
-    attention_layers,
+    attention_modules,
     attention_of,
     backbone_of,
     layers_of,
@@ -76,9 +76,8 @@ def layer_inputs(
         return keep_output
 
     handles = [one.register_forward_pre_hook(keep, with_kwargs=True) for one in layers_of(model)]
-    for layer in attention_layers(model):
-        hook = keep_attention(layer)
-        handles.append(attention_of(model, layer).register_forward_hook(hook))
+    for layer, module in attention_modules(model).items():
+        handles.append(module.register_forward_hook(keep_attention(layer)))
     try:
         last = backbone_of(model)(input_ids=ids, use_cache=False).last_hidden_state
     finally:
@@ -112,8 +111,8 @@ def attention_calls(model: PreTrainedModel) -> Iterator[dict[int, AttentionCall]
         return keep_call
 
     handles = [
-        attention_of(model, layer).register_forward_pre_hook(keep(layer), with_kwargs=True)
-        for layer in attention_layers(model)
+        module.register_forward_pre_hook(keep(layer), with_kwargs=True)
+        for layer, module in attention_modules(model).items()
     ]
     try:
         yield calls

@@ -23,8 +23,14 @@ from headwise.forward.losses import shifted_targets, token_losses
 from headwise.forward.partial_run import layer_inputs, replaced_attention, run_from
 from headwise.forward.tap import Reader, Sight, tapped
 from headwise.heads import Head
-from headwise.models.architectures import attention_layers, device_of
-from headwise.models.slices import head_spans
+from headwise.models.architectures import (
+    attention_layers,
+    device_of,
+    is_transposed,
+    projection_name,
+    projection_of,
+)
+from headwise.models.offloading import held_tensor
 from headwise.models.spans import is_packed
 
 TOKENS = 2048  # a batch of replacements: enough for the GEMMs, little enough for the caches
@@ -128,20 +134,30 @@ def corrected_attention(
     layer = replaced[0].head.layer
     whole = passed.attended[layer]
     out: Tensor = whole[0] if isinstance(whole, tuple) else whole
-    stacked = torch.cat([out + _change(model, passed, one) for one in replaced])
+    stacked = (out + _changes(model, passed, replaced)).flatten(0, 1)
     output = (stacked, *whole[1:]) if isinstance(whole, tuple) else stacked
     with replaced_attention(model, layer, output):
         yield
 
 
-def _change(
-    model: PreTrainedModel, passed: BasePass, one: Replaced
-) -> Float[Tensor, "text query hidden"]:
-    """What a replacement changes behind the output projection."""
-    own = passed.heads[one.head.layer][:, one.head.index]
-    (span,) = head_spans(model, one.head, "o").values()
-    weight = span.of(model)
-    return (one.out.to(own) - own) @ (weight if span.axis == 0 else weight.T)
+def _changes(
+    model: PreTrainedModel, passed: BasePass, replaced: Sequence[Replaced]
+) -> Float[Tensor, "replaced text query hidden"]:
+    """What each replacement changes behind the output projection of their layer."""
+    own = passed.heads[replaced[0].head.layer]
+    weight = _output_weights(model, replaced[0].head.layer, own.shape[1])
+    change = torch.stack([one.out.to(own) - own[:, one.head.index] for one in replaced])
+    return change @ weight[[one.head.index for one in replaced]][:, None]
+
+
+def _output_weights(
+    model: PreTrainedModel, layer: int, heads: int
+) -> Float[Tensor, "head value hidden"]:
+    """The output projection of a layer, head by head; the values of one stand together."""
+    weight = held_tensor(model, f"{projection_name(model, layer, 'o')}.weight")
+    rows = weight if is_transposed(projection_of(model, layer, "o")) else weight.T
+    by_head: Tensor = rows.unflatten(0, (heads, -1))
+    return by_head
 
 
 def _replacing(replaced: Sequence[Replaced]) -> Reader:

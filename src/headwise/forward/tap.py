@@ -36,8 +36,7 @@ from headwise.forward.replaced_forward import Forward, replaced_forward
 from headwise.models.architectures import (
     alibi_slopes,
     architecture_of,
-    attention_layers,
-    attention_of,
+    attention_modules,
     projection_of,
 )
 from headwise.models.family import Architecture, AttentionCall
@@ -117,7 +116,7 @@ def tapped(model: PreTrainedModel, reader: Reader | None = None) -> Iterator[Non
 
     Calls of the model inside must not use a key/value cache: `model(..., use_cache=False)`.
     """
-    modules = {layer: attention_of(model, layer) for layer in attention_layers(model)}
+    modules = attention_modules(model)
     slopes = alibi_slopes(model)
     tap = _Tap(
         {id(module): layer for layer, module in modules.items()},

@@ -55,6 +55,8 @@ def architecture_of(model: PreTrainedModel) -> Architecture:
             fix="its modules have no shape that headwise can read heads from; add one row to\n"
             "src/headwise/models/families/rows.py, then prove it with `headwise check MODEL`",
         )
+    if not (row.alibi_if or row.query_rank):  # a config takes 65 us to ask, and this is asked often
+        return row
     config = model.config.get_text_config()
     if row.alibi_if and getattr(config, row.alibi_if, False):
         return replace(row, positions="alibi")
@@ -101,6 +103,12 @@ def layers_of(model: PreTrainedModel) -> list[nn.Module]:
 def attention_of(model: PreTrainedModel, layer: int) -> nn.Module:
     """The attention module of one layer."""
     return layers_of(model)[layer].get_submodule(architecture_of(model).attention)
+
+
+def attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
+    """The attention modules of all layers that have one, by the layers' own numbers."""
+    layers, inside = layers_of(model), architecture_of(model).attention
+    return {number: layers[number].get_submodule(inside) for number in attention_layers(model)}
 
 
 def projection_name(model: PreTrainedModel, layer: int, role: Role) -> str:

@@ -32,7 +32,7 @@ from transformers.utils import logging as hf_logging
 
 from headwise.artefacts import is_there, read_json, to_json, write_text
 from headwise.errors import ModelError
-from headwise.hub import require_hub
+from headwise.integrity.hub import require_hub
 from headwise.models.architectures import architecture_of
 from headwise.models.description import keep_fingerprint
 from headwise.models.first_token import decide_first_token

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from headwise.artefacts import parse_json
 from headwise.errors import ArtefactError
+from headwise.models.offloading import held_tensor
 from headwise.models.patch_info import PatchInfo, PatchPlaces
 from headwise.models.slices import Span, slices_fingerprint, write_slices
 from headwise.models.spans import require_apart, require_heads_only
@@ -101,10 +102,11 @@ class Patch:
         """Check every slice before one is written; `any_bits` asks for the right shape only."""
         named = dict(model.named_parameters())
         require_heads_only(model, {name: part.span for name, part in self.slices.items()}, verb)
-        for name, part in self.slices.items():
+        held = _Held(model)
+        for name, part in sorted(self.slices.items(), key=lambda item: item[1].span.parameter):
             fits = _fits(part, named.get(part.span.parameter))
             expected = getattr(part, state)
-            if not fits or not (any_bits or _same_bits(part.span.of(model), expected)):
+            if not fits or not (any_bits or _same_bits(held.slice(part.span), expected)):
                 raise ArtefactError(
                     f"cannot {verb} the patch: {name} is not what it should be "
                     f"({'other bits' if fits else 'no such weights'})",
@@ -194,6 +196,19 @@ def applied(
         for patch in patches:
             stack.enter_context(patch.applied(model, force=force))
         yield
+
+
+class _Held:
+    """Slices of a model, whose parameters are read once if they are asked for one by one."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model, self.name, self.tensor = model, "", torch.empty(0)
+
+    def slice(self, span: Span) -> Tensor:
+        """The slice as it is now."""
+        if span.parameter != self.name:
+            self.name, self.tensor = span.parameter, held_tensor(self.model, span.parameter)
+        return span.within(self.tensor)
 
 
 def _fits(part: Slice, tensor: Tensor | None) -> bool:

@@ -24,6 +24,7 @@ from headwise.models.architectures import (
 )
 from headwise.models.family import Role
 from headwise.models.offloading import held_tensor, writable_tensor
+from headwise.models.stored_weights import stored_weights
 
 
 @dataclass(frozen=True, order=True)
@@ -106,8 +107,12 @@ def _place(model: PreTrainedModel, head: Head, role: Role) -> tuple[int, int]:
 
 def write_slices(model: PreTrainedModel, values: Mapping[Span, Tensor]) -> None:
     """Copy values into the model's own tensors, rounding to their type."""
+    stored = stored_weights(model)
     with torch.no_grad():
         for span, value in values.items():
+            if stored is not None:
+                stored.change(span.parameter, (span.axis, span.start, span.stop), value)
+                continue
             span.within(writable_tensor(model, span.parameter)).copy_(value)
 
 

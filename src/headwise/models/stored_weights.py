@@ -2,7 +2,8 @@
 
 For models larger than memory: the model has its modules, its buffers and no weights; accelerate's
 hooks bring those of a module while it runs. Files are read, not mapped, so that memory is what the
-process asked for and nothing else.
+process asked for and nothing else. They are never written to: what a patch changes is kept in
+memory, slice by slice, and laid over a weight whenever it is read.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ _WEIGHTS = "model.safetensors"
 _STORED = "_headwise_stored"  # on the model itself
 
 
+Place = tuple[int, int, int]  # axis, start and stop of a slice
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """Where one tensor lies."""
@@ -76,10 +80,22 @@ class StoredWeights(Mapping[str, Tensor]):
 
     tensors: Mapping[str, StoredTensor] = field(repr=False)
     dtype: torch.dtype
+    changes: dict[str, dict[Place, Tensor]] = field(default_factory=dict, repr=False)
+    known: dict[str, str] = field(default_factory=dict, repr=False)  # what reading all has shown
 
     def __getitem__(self, name: str) -> Tensor:
         stored = self.tensors[name]
-        return stored.read(0, stored.numel).to(self.dtype).view(stored.shape)
+        found = stored.read(0, stored.numel).to(self.dtype).view(stored.shape)
+        for (axis, start, stop), value in self.changes.get(name, {}).items():
+            found.narrow(axis, start, stop - start).copy_(value)
+        return found
+
+    def change(self, name: str, place: Place, value: Tensor) -> None:
+        """From now on a slice has other numbers; its file stays as it is."""
+        changed = self.changes.setdefault(name, {})
+        changed.pop(place, None)  # the last one written lies on top
+        changed[place] = value.detach().cpu().to(self.dtype, copy=True)
+        self.known.clear()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.tensors)
@@ -92,6 +108,9 @@ class StoredWeights(Mapping[str, Tensor]):
         stored = self.tensors[name]
         width = stored.numel // stored.shape[0] if stored.shape else 1
         rows = max(1, PIECE // max(width, 1))
+        if name in self.changes:
+            yield from ((n * rows, part) for n, part in enumerate(self[name].split(rows)))
+            return
         for start in range(0, stored.shape[0] if stored.shape else 1, rows):
             stop = min(start + rows, stored.shape[0] if stored.shape else 1)
             piece = stored.read(start * width, stop * width).to(self.dtype)

@@ -12,49 +12,51 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
-from torch import Tensor, nn
+from jaxtyping import Bool
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from headwise.artefacts import sweep, versions, write_text
 from headwise.errors import ArtefactError, SelectionError
 from headwise.forward.guard import guard
 from headwise.forward.tap import Sight, tapped
+from headwise.forward.unrotated import before_rotation, require_unrotated
 from headwise.heads import Head, all_heads
 from headwise.integrity.checksums import file_checksum
 from headwise.integrity.locks import one_writer
 from headwise.models.architectures import (
-    architecture_of,
-    attention_of,
     backbone_of,
     device_of,
     geometry_of,
     positions_of,
-    projection_of,
 )
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.patch import Patch, applied
-from headwise.models.tensor_files import write_safetensors
+from headwise.models.stored_weights import stored_weights
+from headwise.passes.readings import Measuring, alone
+from headwise.passes.streamed import Emit, Reading
 from headwise.plasticity.buckets import Buckets
 from headwise.plasticity.capture_info import FILE, CaptureInfo, CaptureSettings
 from headwise.plasticity.writer import (
     DATA,
-    DONE,
+    Rows,
     assemble,
+    end_portion,
     is_whole,
     require_whole,
-    staged_file,
+    stage_rows,
+    vector_bytes,
 )
 from headwise.progress import Budget, Progress, Work, silent, told, unlimited
 from headwise.ranks import by_the_first, each_writes, shared_out
-from headwise.texts.batches import batches, encode_for, token_count
+from headwise.texts.batches import Batch, batches, encode_for, token_count
 from headwise.texts.text_sets import TextSet, as_text_set
 from headwise.values import to_plain
 
@@ -103,7 +105,9 @@ def capture(
     how = replace(how, bos=loaded.bos, max_length=loaded.length(how.max_length))
     tokens = token_count(loaded, found.texts, how.max_length)
     less = "--texts, --max-length, --layers"
-    budget(loaded.model, Work(tokens, batch_size * how.max_length, less=less))
+    batch = batch_size * how.max_length
+    size = vector_bytes(tokens, heads, geometry_of(loaded.model))
+    budget(loaded.model, Work(tokens, batch, written=size, waiting=tokens, less=less))
     with one_writer(Path(out)), applied(loaded.model, read):
         return _capture_as_it_is(loaded, found, Path(out), heads, how, batch_size, resume, progress)
 
@@ -141,6 +145,15 @@ def _capture_as_it_is(
             with each_writes():
                 _capture_portion(model, part, start, path, chosen, settings, batch_size)
 
+    if stored_weights(model) is not None:
+        missing = {
+            staging / f"portion-{start:06d}": (start, encoded[start : start + _PORTION_TEXTS])
+            for start in portions
+            if not is_whole(staging / f"portion-{start:06d}")
+        }
+        work = _capturing_all(model, missing, chosen, settings, batch_size)
+        alone(model, work, progress=progress)
+        portions = []
     for _ in told(shared_out(portion, portions), len(portions), "capturing", progress):
         pass
     rows = by_the_first(lambda: _assemble(model, staging, folder, chosen, info))
@@ -229,25 +242,83 @@ def _capture_portion(
 ) -> None:
     """Run one portion of texts and put the kept vectors of each layer and kind on disk."""
     layers = sorted({head.layer for head in heads})
-    found: dict[tuple[int, Kind], list[tuple[int, np.ndarray, np.ndarray]]] = {}
+    found: dict[tuple[int, Kind], list[Rows]] = {}
     for batch in batches(encoded, batch_size):
         for layer, q, k in _vectors(model, batch.ids, layers, settings.pre_rope):
-            for kind, vectors in (("q", q), ("k", k)):
-                for row, text in enumerate(batch.index):
-                    length = int(batch.lengths[row])
-                    keep = _kept(length, first + text, layer, kind, settings)  # type: ignore[arg-type]
-                    position = np.flatnonzero(keep)
-                    value = vectors[row, :, torch.from_numpy(position)].float().cpu().numpy()
-                    found.setdefault((layer, kind), []).append((first + text, position, value))  # type: ignore[arg-type]
-    for (layer, kind), parts in found.items():
-        parts.sort(key=lambda part: part[0])
-        example = np.concatenate([np.full(len(p), e) for e, p, _ in parts])
-        position = np.concatenate([p for _, p, _ in parts])
-        stacked = np.concatenate([v for _, _, v in parts], axis=1)  # (head, row, dim)
-        arrays = {"example": example, "position": position, "vectors": stacked}
-        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        write_safetensors(staged_file(path, layer, kind), tensors)
-    write_text(path / DONE, "\n".join(sorted(file.name for file in path.glob("*.safetensors"))))
+            for kind, rows in _rows(batch, first, layer, (q, k), settings):
+                found.setdefault((layer, kind), []).extend(rows)
+    for (layer, kind), rows in found.items():
+        stage_rows(path, layer, kind, rows)
+    end_portion(path)
+
+
+def _rows(
+    batch: Batch,
+    first: int,
+    layer: int,
+    vectors: tuple[Tensor, Tensor],
+    settings: CaptureSettings,
+) -> Iterator[tuple[Kind, list[Rows]]]:
+    """What is kept of one layer of a batch whose texts are counted from `first`, by kind."""
+    kinds: tuple[Kind, Kind] = ("q", "k")
+    for kind, values in zip(kinds, vectors, strict=True):
+        rows = []
+        for row, text in enumerate(batch.index):
+            keep = _kept(int(batch.lengths[row]), first + text, layer, kind, settings)
+            position = np.flatnonzero(keep)
+            value = values[row, :, torch.from_numpy(position)].float().cpu().numpy()
+            rows.append((first + text, position, value))
+        yield kind, rows
+
+
+def _capturing_all(
+    model: PreTrainedModel,
+    portions: dict[Path, tuple[int, list[list[int]]]],
+    heads: list[Head],
+    settings: CaptureSettings,
+    batch_size: int,
+) -> Measuring[None]:
+    """The same for all portions of a streamed model, one layer after the other.
+
+    A portion's vectors of a layer are written as soon as its last batch has gone through.
+    """
+    layers = sorted({head.layer for head in heads})
+    work = [
+        (path, first, batch)
+        for path, (first, encoded) in portions.items()
+        for batch in batches(encoded, batch_size)
+    ]
+    last = {path: number for number, (path, _, _) in enumerate(work)}
+    hidden = _hides_vectors(model, settings.pre_rope)
+    waiting: dict[Kind, list[Rows]] = {"q": [], "k": []}
+
+    def take(number: int, layer: int | None, found: tuple[Tensor, Tensor] | None) -> None:
+        if layer is None or found is None:
+            return
+        path, first, batch = work[number]
+        for kind, rows in _rows(batch, first, layer, found, settings):
+            waiting[kind] += rows
+            if number == last[path]:
+                stage_rows(path, layer, kind, waiting[kind])
+                waiting[kind] = []
+
+    def observe(_: int, sight: Sight) -> tuple[Tensor, Tensor] | None:
+        return (sight.scores.q, sight.scores.k) if sight.layer in layers else None
+
+    def listen(_: int, emit: Emit[tuple[Tensor, Tensor]]) -> AbstractContextManager[None]:
+        return before_rotation(model, layers, lambda layer, q, k: emit(layer, (q, k)))
+
+    ids = [batch.ids for _, _, batch in work]
+    yield Reading(
+        [_padded(model, one) for one in ids] if hidden else ids,
+        take,
+        observe=None if hidden else observe,
+        listen=listen if hidden else None,
+        stop=layers[-1] + 1,
+        title="capturing",
+    )
+    for path in portions:
+        end_portion(path)
 
 
 def _kept(
@@ -270,101 +341,31 @@ def _vectors(
         if sight.layer in layers:
             seen.append((sight.layer, sight.scores.q, sight.scores.k))
 
-    device = device_of(model)
+    device, length = device_of(model), ids.shape[1]
     with torch.inference_mode(), tapped(model, read):
-        if not pre_rope or positions_of(model) != "rope":
+        if not _hides_vectors(model, pre_rope):
             backbone_of(model)(input_ids=ids.to(device), use_cache=False)
             return seen
-        _require_unrotated(model)
-        # One more token, which no earlier one sees, if positions could be taken for heads
-        geometry, length = geometry_of(model), ids.shape[1]
-        extra = length in (geometry.num_heads, geometry.num_kv_heads)
-        padded = torch.nn.functional.pad(ids, (0, int(extra)))
-        with _before_rotation(model, layers) as unrotated:
-            backbone_of(model)(input_ids=padded.to(device), use_cache=False)
-    cut = {n: (q[:, :, :length], k[:, :, :length]) for n, (q, k) in unrotated.items()}
-    return [(n, cut[n][0], cut[n][1]) for n in layers]
+        heard: list[tuple[int, Tensor, Tensor]] = []
+        padded = _padded(model, ids).to(device)
+        with before_rotation(model, layers, lambda *one: heard.append(one)):
+            backbone_of(model)(input_ids=padded, use_cache=False)
+    return [(n, q[:, :, :length], k[:, :, :length]) for n, q, k in heard]
 
 
-@contextmanager
-def _before_rotation(
-    model: PreTrainedModel, layers: list[int]
-) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
-    """Queries and keys after projection and norm, before RoPE."""
-    found: dict[int, tuple[Tensor, Tensor]] = {}
-    parts: dict[int, dict[str, Tensor]] = {layer: {} for layer in layers}
-
-    def hook(layer: int, role: str) -> Any:
-        def keep(_: nn.Module, __: Any, output: Tensor) -> None:
-            parts[layer][role] = output.detach()
-            if {"q", "k"} <= set(parts[layer]) or "qkv" in parts[layer]:
-                found[layer] = _split(model, layer, parts[layer])
-
-        return keep
-
-    handles = []
-    for layer in layers:
-        module = attention_of(model, layer)
-        fused = len(architecture_of(model).projections) == 1
-        roles = ("qkv",) if fused else ("q", "k")
-        for role in roles:
-            source = _pre_rotation_module(model, module, layer, role)
-            handles.append(source.register_forward_hook(hook(layer, role)))
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
+def _hides_vectors(model: PreTrainedModel, pre_rope: bool) -> bool:
+    """Whether what is wanted is to be heard before RoPE, which the tap does not show."""
+    wanted = pre_rope and positions_of(model) == "rope"
+    if wanted:
+        require_unrotated(model)
+    return wanted
 
 
-def _pre_rotation_module(
-    model: PreTrainedModel, module: nn.Module, layer: int, role: str
-) -> nn.Module:
-    """The last module before rotation: the norm where a family has one, else the projection."""
-    if role == "qkv":
-        return projection_of(model, layer, "q")
-    for name in (f"{role}_norm", f"{role}_layernorm"):
-        norm = getattr(module, name, None)
-        if isinstance(norm, nn.Module):
-            return norm
-    return projection_of(model, layer, "q" if role == "q" else "k")
-
-
-def _require_unrotated(model: PreTrainedModel) -> None:
-    row = architecture_of(model)
-    if row.order == "latent" or row.gate_in_query:
-        raise ArtefactError(
-            "queries and keys before RoPE do not come out of one projection in this family",
-            where=f"model_type={model.config.model_type!r}",
-            fix="capture them as scored: without --pre-rope",
-        )
-
-
-def _split(model: PreTrainedModel, layer: int, parts: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    geometry = geometry_of(model, layer)
-    name = architecture_of(model).clip
-    clip = getattr(model.config.get_text_config(), name, None) if name else None
-    if clip is not None:
-        parts = {role: value.clamp(-clip, clip) for role, value in parts.items()}
-    heads, kv, dim = geometry.num_heads, geometry.num_kv_heads, geometry.key_dim
-    if "qkv" not in parts:
-        return _by_head(parts["q"], heads, dim), _by_head(parts["k"], kv, dim)
-    fused = parts["qkv"]
-    if architecture_of(model).order == "concat":
-        q, k = fused[..., : heads * dim], fused[..., heads * dim : (heads + kv) * dim]
-        return _by_head(q, heads, dim), _by_head(k, kv, dim)
-    grouped = fused.unflatten(-1, (kv, geometry.group + 2, dim))
-    return (
-        grouped[..., : geometry.group, :].flatten(2, 3).transpose(1, 2),
-        grouped[..., geometry.group, :].transpose(1, 2),
-    )
-
-
-def _by_head(value: Tensor, heads: int, dim: int) -> Float[Tensor, "text head position dim"]:
-    """A projection is (text, position, head * dim); a norm may run before or after the turn."""
-    if value.dim() == 3:
-        value = value.unflatten(-1, (heads, dim))  # a plain projection
-    return value.transpose(1, 2) if value.shape[2] == heads else value
+def _padded(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """One more token, which no earlier one sees, if positions could be taken for heads."""
+    geometry = geometry_of(model)
+    extra = ids.shape[1] in (geometry.num_heads, geometry.num_kv_heads)
+    return torch.nn.functional.pad(ids, (0, int(extra)))
 
 
 def _windows(model: PreTrainedModel) -> dict[int, int | None]:

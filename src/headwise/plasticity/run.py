@@ -11,16 +11,12 @@ backend, and however often the run was stopped and resumed.
 from __future__ import annotations
 
 import os
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import joblib
 
 from headwise.artefacts import content_hash, sweep
 from headwise.errors import ArtefactError, HeadwiseError, SelectionError, SettingsError, TextError
@@ -45,6 +41,7 @@ from headwise.plasticity.tables import (
 from headwise.plasticity.values import FILE, DistanceMap, HeadFailure, HeadRecord, KeptHead
 from headwise.progress import Progress, silent
 from headwise.values import to_plain
+from headwise.workers import spread
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -58,7 +55,6 @@ __all__ = [
 ]
 
 
-_PARENT_SECONDS = 0.5  # between a worker's looks at its parent
 HEADS_FOLDER = ".heads"  # one small file for each finished head, for --resume
 
 
@@ -213,70 +209,29 @@ def _only(groups: Sequence[HeadGroup], heads: set[tuple[int, int]]) -> list[Head
 def _measure(
     folder: QKFolder, groups: Sequence[HeadGroup], settings: PlasticitySettings
 ) -> Iterator[tuple[HeadGroup, list[HeadResult | HeadFailure]]]:
-    """Measure groups in parallel, in the order they finish.
-
-    One worker is also a process of its own: BLAS splits sums differently over several threads, and
-    only a fresh process can be held to one.
-    """
+    """Measure groups in parallel, in the order they finish."""
     if not groups:
         return
-    workers = min(settings.max_workers or os.cpu_count() or 1, len(groups))
-    dask = settings.backend == "dask"
-    # With one worker, one group is under way at a time although loky keeps two processes.
-    place = _dask(settings.scheduler) if dask else _processes(max(workers, 2))
-    with place:
-        parallel = joblib.Parallel(
-            return_as="generator_unordered", pre_dispatch="all" if dask else workers, batch_size=1
-        )
-        try:
-            yield from parallel(
-                joblib.delayed(_measure_group)(folder, group, settings) for group in groups
-            )
-        except BrokenProcessPool:
-            raise HeadwiseError(
-                "a worker process died, most likely for want of memory",
-                where=folder.path,
-                fix="run again with --resume and fewer --workers; finished heads are kept",
-            ) from None
-
-
-def _processes(count: int) -> Any:
-    return joblib.parallel_config(backend="loky", n_jobs=count, inner_max_num_threads=1)
-
-
-def _dask(scheduler: str | None) -> Any:
-    if scheduler is None:
-        raise SettingsError(
-            "the dask backend needs a scheduler", fix="give --scheduler tcp://HOST:PORT"
-        )
     try:
-        return joblib.parallel_config(backend="dask", scheduler_host=scheduler)
-    except (ImportError, ValueError, OSError) as error:
-        raise SettingsError(
-            f"cannot use the Dask scheduler {scheduler}: {error or type(error).__name__}",
-            fix="pip install 'headwise[cluster]', and check the address",
+        yield from spread(
+            partial(_measure_group, folder, settings),
+            groups,
+            workers=min(settings.max_workers or os.cpu_count() or 1, len(groups)),
+            backend=settings.backend,
+            scheduler=settings.scheduler,
+        )
+    except BrokenProcessPool:
+        raise HeadwiseError(
+            "a worker process died, most likely for want of memory",
+            where=folder.path,
+            fix="run again with --resume and fewer --workers; finished heads are kept",
         ) from None
 
 
 def _measure_group(
-    folder: QKFolder, group: HeadGroup, settings: PlasticitySettings
+    folder: QKFolder, settings: PlasticitySettings, group: HeadGroup
 ) -> tuple[HeadGroup, list[HeadResult | HeadFailure]]:
-    if settings.backend == "joblib":
-        _end_with_parent()
     return group, analyse_group(folder, group, settings)
-
-
-@cache  # once a process
-def _end_with_parent() -> None:
-    """Let a worker end when the process that started it has been killed."""
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(_PARENT_SECONDS)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def _head_file(out: Path, layer: int, q_head: int) -> Path:

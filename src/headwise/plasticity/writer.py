@@ -6,29 +6,50 @@ sliding_window (of type null for full attention). A Parquet row group is one por
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 from safetensors import safe_open
 
-from headwise.artefacts import read_text, write_atomically
+from headwise.artefacts import read_text, write_atomically, write_text
 from headwise.errors import ArtefactError
 from headwise.heads import Head
 from headwise.integrity.checksums import file_checksum, require_same
-from headwise.models.tensor_files import verified_metadata
+from headwise.models.architectures import Geometry
+from headwise.models.tensor_files import verified_metadata, write_safetensors
 from headwise.plasticity.buckets import Buckets
 from headwise.plasticity.capture_info import CaptureInfo
 
 DATA, DONE = "data.parquet", "done"  # of a head; the list of a finished portion's files
+Rows = tuple[int, np.ndarray, np.ndarray]  # a text, its kept positions, (head, position, dim)
 
 
 def staged_file(portion: Path, layer: int, kind: str) -> Path:
     """Where a portion keeps the vectors of one layer and kind."""
     return portion / f"l{layer:02d}{kind}.safetensors"
+
+
+def stage_rows(portion: Path, layer: int, kind: str, rows: list[Rows]) -> None:
+    """Put one layer and kind of a portion on disk, in the order of the texts."""
+    rows.sort(key=lambda part: part[0])
+    arrays = {
+        "example": np.concatenate([np.full(len(p), e) for e, p, _ in rows]),
+        "position": np.concatenate([p for _, p, _ in rows]),
+        "vectors": np.concatenate([v for _, _, v in rows], axis=1),  # (head, row, dim)
+    }
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    write_safetensors(staged_file(portion, layer, kind), tensors)
+
+
+def end_portion(portion: Path) -> None:
+    """Say that all of a portion is on disk."""
+    names = sorted(file.name for file in portion.glob("*.safetensors"))
+    write_text(portion / DONE, "\n".join(names))
 
 
 def is_whole(portion: Path) -> bool:
@@ -135,3 +156,12 @@ def _table(
         ],
         schema=schema,
     )
+
+
+def vector_bytes(tokens: int, heads: Sequence[Head] | None, shape: Geometry) -> int:
+    """What the queries of some heads (default: all) and the keys they use weigh, at most."""
+    if heads is None:
+        vectors = shape.num_layers * (shape.num_heads + shape.num_kv_heads)
+    else:
+        vectors = len(heads) + len({(head.layer, head.index // shape.group) for head in heads})
+    return 4 * tokens * vectors * shape.key_dim

@@ -25,6 +25,7 @@ from headwise.diagnosis.mean_outputs import head_mean
 from headwise.forward.checkpointing import checkpointed
 from headwise.forward.frozen import frozen
 from headwise.forward.losses import shifted_targets, summed_loss
+from headwise.forward.partial_run import AttentionCall
 from headwise.forward.replaced_outputs import (
     BasePass,
     Losses,
@@ -39,6 +40,8 @@ from headwise.forward.tap import Reader, Sight, tapped
 from headwise.heads import Head
 from headwise.intervals import Interval, mean_intervals
 from headwise.models.architectures import attention_layers, backbone_of, device_of, geometry_of
+from headwise.models.stored_weights import stored_weights
+from headwise.passes.replacements import Variant, variant_losses
 from headwise.progress import Progress, silent, told
 from headwise.proof.evaluation import HeadCost
 from headwise.ranks import shared_out
@@ -87,6 +90,9 @@ def ablate_heads(
     padding then) and as many ablations as fill `replaced_outputs.TOKENS` tokens.
     """
     chosen = tuple(tuple(sorted(s)) for s in sets)
+    if chosen and stored_weights(model) is not None:
+        value = _replacements(model, replacement, means)
+        return _streamed_ablation(model, encoded, chosen, replacement, value, batch_size, progress)
     base = np.zeros(len(encoded))
     deltas = np.zeros((len(chosen), len(encoded)))
     tokens = np.array([len(ids) - 1 for ids in encoded])
@@ -107,6 +113,40 @@ def ablate_heads(
         base[list(batch.index)] = losses
         deltas[:, list(batch.index)] = changes
     return Ablation(chosen, replacement, base, deltas, tokens)
+
+
+def _streamed_ablation(
+    model: PreTrainedModel,
+    encoded: Sequence[Sequence[int]],
+    sets: tuple[tuple[Head, ...], ...],
+    replacement: Replacement,
+    value: Callable[[Head], Tensor | None],
+    batch_size: int,
+    progress: Progress,
+) -> Ablation:
+    """The same of a model on disk: all sets and texts go through one layer before the next."""
+    work = list(batches(encoded, batch_size))
+
+    def give(sight: Sight, _: AttentionCall) -> dict[str, Tensor]:
+        out = torch.zeros_like(sight.out)
+        for index in range(out.shape[1]):
+            replaced = value(Head(sight.layer, index))
+            if replaced is not None:
+                out[:, index] = replaced.to(out)
+        return {replacement: out}
+
+    found = variant_losses(
+        model,
+        [(batch.ids, batch.lengths) for batch in work],
+        [Variant(heads, replacement) for heads in sets],
+        give,
+        title="ablating heads",
+        progress=progress,
+    )
+    texts = np.argsort([text for batch in work for text in batch.index])
+    deltas = (found.changed - found.base)[:, texts]
+    tokens = np.array([len(ids) - 1 for ids in encoded])
+    return Ablation(sets, replacement, found.base[texts], deltas, tokens)
 
 
 def _groups(sets: tuple[tuple[Head, ...], ...], stack: int) -> list[list[int]]:

@@ -12,15 +12,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+from jaxtyping import Float
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from headwise.alarms import Alarm, joined, loss_alarms
 from headwise.artefacts import versions
 from headwise.bundled import DATA
-from headwise.diagnosis.diagnose import diagnose
-from headwise.diagnosis.dormancy import activation_dormancy, weight_dormancy
-from headwise.diagnosis.mean_outputs import measure_means
-from headwise.diagnosis.values import Diagnosis
+from headwise.diagnosis.diagnose import diagnosing
+from headwise.diagnosis.dormancy import measuring_dormancy
+from headwise.diagnosis.mean_outputs import measuring_means
+from headwise.diagnosis.values import Diagnosis, Dormancy
 from headwise.errors import SelectionError, TextError
 from headwise.forward.guard import guard
 from headwise.heads import JOINT, Head, all_heads, select_heads
@@ -30,6 +32,8 @@ from headwise.models.model_info import ModelInfo
 from headwise.models.patch import Patch, applied
 from headwise.models.patch_info import PatchInfo
 from headwise.models.spans import is_packed
+from headwise.models.stored_weights import stored_weights
+from headwise.passes.readings import Measuring, alone, together
 from headwise.progress import Budget, Progress, Work, silent, unlimited
 from headwise.proof.ablation import Ablation, ablate_heads, first_order_importance
 from headwise.proof.evaluation import (
@@ -42,13 +46,16 @@ from headwise.proof.evaluation import (
     MlpDormancy,
     recovery_of,
 )
-from headwise.proof.perplexity import TextLosses, text_losses
+from headwise.proof.perplexity import TextLosses, measuring_losses
 from headwise.proof.staged import discoveries, student_p
 from headwise.proof.usefulness import judge_heads
 from headwise.surgery.plan import operated_heads
 from headwise.texts.batches import DEFAULT_MAX_LENGTH, batches, encode_for, token_count
 from headwise.texts.text_sets import TextSet, default_texts, document_hash, read_texts
 from headwise.texts.unigram import unigram_loss
+
+Means = Float[Tensor, "layer head value"]
+
 
 _SMALL = 100  # heads; exact ablation of all of them is cheap up to here
 
@@ -109,7 +116,7 @@ def evaluate(
     wanted = _wanted(loaded, heads, joint, told)
     budget(loaded.model, _work(loaded, sets, wanted, how, diagnoses=1 + bool(read and not stock)))
     if read and stock is None:
-        stock = _diagnose(loaded, sets, how)
+        stock = alone(loaded.model, _diagnosing(loaded, sets, how), progress=progress)
     before = _Before(base, tuple(told), stock, joined(loaded.alarms, _leaks(read, sets)))
     with applied(loaded.model, read, force=force):
         found = _evaluate_as_it_is(loaded, before, sets, wanted, how)
@@ -133,6 +140,7 @@ def _work(
     return Work(
         tokens=every + tokens * (diagnoses + 2 + 4 + ablations),
         batch=how.batch_size * how.max_length,
+        waiting=every + tokens,
         less="--heads, --max-texts, --max-tokens",
     )
 
@@ -225,10 +233,19 @@ def _evaluate_as_it_is(
 ) -> Evaluation:
     encoded = encode_for(loaded, _judged(text_sets, how).texts, max_length=how.max_length)
     guard(loaded, max(map(len, encoded)))
-    losses = _losses(loaded, text_sets, how)
-    diagnosis = _diagnose(loaded, text_sets, how)
+    losses, diagnosis, means, active = together(
+        loaded.model,
+        [
+            _measuring_losses(loaded, text_sets, how),
+            _diagnosing(loaded, text_sets, how),
+            measuring_means(loaded.model, batches(encoded, how.batch_size)),
+            measuring_dormancy(loaded.model, batches(encoded, how.batch_size)),
+        ],
+        title="losses, heads and neurons",
+        progress=how.progress,
+    )
     costs = _staged_costs if how.adaptive else _fixed_costs
-    heads = costs(loaded.model, encoded, wanted, how)
+    heads = costs(loaded.model, encoded, wanted, means, how)
     targets, stock = operated_heads(before.patches), before.stock
     return Evaluation(
         model=before.base,
@@ -237,7 +254,7 @@ def _evaluate_as_it_is(
         diagnosis=diagnosis,
         heads=heads,
         recovery=None if stock is None else recovery_of(stock, diagnosis, heads, targets),
-        mlp_dormancy=_dormancy(loaded.model, encoded, how.batch_size),
+        mlp_dormancy=_dormancy(diagnosis.mlp_dormancy, active),
         provenance=EvaluationProvenance(
             versions(), EvaluationSettings(how.max_length, how.max_texts, how.seed, loaded.bos)
         ),
@@ -250,14 +267,11 @@ def _judged(text_sets: Sequence[TextSet], how: _How) -> TextSet:
     return TextSet(text_sets[0].name, text_sets[0].texts[: how.max_texts])
 
 
-def _diagnose(loaded: LoadedModel, text_sets: Sequence[TextSet], how: _How) -> Diagnosis:
-    return diagnose(
-        loaded,
-        _judged(text_sets, how),
-        max_length=how.max_length,
-        batch_size=how.batch_size,
-        progress=how.progress,
-    )
+def _diagnosing(
+    loaded: LoadedModel, text_sets: Sequence[TextSet], how: _How
+) -> Measuring[Diagnosis]:
+    judged = _judged(text_sets, how)
+    return diagnosing(loaded, judged, max_length=how.max_length, batch_size=how.batch_size)
 
 
 def _unusable(losses: Mapping[str, TextLosses], vocabulary: int) -> list[Alarm]:
@@ -269,28 +283,21 @@ def _unusable(losses: Mapping[str, TextLosses], vocabulary: int) -> list[Alarm]:
     ]
 
 
-def _dormancy(
-    model: PreTrainedModel, encoded: list[list[int]], batch_size: int
-) -> MlpDormancy | None:
+def _dormancy(weights: Dormancy | None, activations: Dormancy | None) -> MlpDormancy | None:
     """None for families whose MLP is many experts."""
-    weights = weight_dormancy(model)
-    activations = activation_dormancy(model, batches(encoded, batch_size))
     if weights is None or activations is None:
         return None
     note = "the weight rule cannot change when only attention is trained"
     return MlpDormancy(weights, activations, note)
 
 
-def _losses(loaded: LoadedModel, text_sets: Sequence[TextSet], how: _How) -> dict[str, TextLosses]:
+def _measuring_losses(
+    loaded: LoadedModel, text_sets: Sequence[TextSet], how: _How
+) -> Measuring[dict[str, TextLosses]]:
     """Losses of every set; a text that stands in several sets is scored once."""
     every = TextSet("all", tuple(dict.fromkeys(t for texts in text_sets for t in texts.texts)))
-    found = text_losses(
-        loaded,
-        every,
-        max_length=how.max_length,
-        whole=False,
-        batch_size=how.batch_size,
-        progress=how.progress,
+    found = yield from measuring_losses(
+        loaded, every, max_length=how.max_length, whole=False, batch_size=how.batch_size
     )
     place = {text: number for number, text in enumerate(every.texts)}
     rows = {texts.name: [place[text] for text in texts.texts] for texts in text_sets}
@@ -311,12 +318,11 @@ def _unigram(loaded: LoadedModel, texts: TextSet, how: _How) -> float:
 
 
 def _fixed_costs(
-    model: PreTrainedModel, encoded: list[list[int]], wanted: _Wanted, how: _How
+    model: PreTrainedModel, encoded: list[list[int]], wanted: _Wanted, means: Means, how: _How
 ) -> HeadCosts:
     """Single, joint and first-order ablation costs on every document, in nats per token."""
     sets = [[head] for head in wanted.singles] + list(wanted.joint.values())
     labels = [str(head) for head in wanted.singles] + [f"{JOINT}{key}" for key in wanted.joint]
-    means = measure_means(model, batches(encoded, how.batch_size))
     zero = ablate_heads(model, encoded, sets, means=means, progress=how.progress)
     mean = ablate_heads(
         model, encoded, sets, replacement="mean", means=means, progress=how.progress
@@ -346,10 +352,9 @@ def _with_use(
 
 
 def _staged_costs(
-    model: PreTrainedModel, encoded: list[list[int]], wanted: _Wanted, how: _How
+    model: PreTrainedModel, encoded: list[list[int]], wanted: _Wanted, means: Means, how: _How
 ) -> HeadCosts:
     """The same, with each single head measured on as many documents as decide it."""
-    means = measure_means(model, batches(encoded, how.batch_size))
     judged = judge_heads(
         model, encoded, wanted.singles, means, seed=how.seed, progress=how.progress
     )
@@ -374,6 +379,8 @@ def _first_order(
 ) -> FirstOrder | None:
     if is_packed(model):
         return None  # packed kernels may pass no gradient on, without a word
+    if stored_weights(model) is not None:
+        return None  # a backward pass would read the model twice for every text
     # one text at a time: the backward pass keeps every activation
     estimate = first_order_importance(model, encoded, batch_size=1)
     costs = np.array([exact[str(head)].value for head in singles])

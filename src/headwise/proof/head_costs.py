@@ -36,6 +36,8 @@ from headwise.forward.tap import Sight, tapped
 from headwise.heads import Head
 from headwise.models.architectures import projection_of
 from headwise.models.patch import Patch, Slice
+from headwise.models.stored_weights import stored_weights
+from headwise.passes.replacements import Variant, variant_losses
 from headwise.progress import Progress, silent, told
 from headwise.ranks import shared_out
 from headwise.texts.batches import Batch, batches
@@ -84,6 +86,8 @@ def head_costs(
     for name, patch in interventions.treated.items():
         _require_queries_only(name, patch)
     chosen, kinds = tuple(sorted(heads)), interventions.kinds
+    if stored_weights(model) is not None:
+        return _streamed_costs(model, encoded, chosen, interventions, batch_size, progress)
     base = np.zeros(len(encoded))
     deltas = np.zeros((len(chosen), len(kinds), len(encoded)))
     work = list(batches(encoded, batch_size))
@@ -109,6 +113,38 @@ def head_costs(
         deltas[:, :, list(batch.index)] = changes
     tokens = np.array([len(ids) - 1 for ids in encoded])
     return InterventionCosts(chosen, kinds, base, deltas, tokens)
+
+
+def _streamed_costs(
+    model: PreTrainedModel,
+    encoded: Sequence[Sequence[int]],
+    heads: tuple[Head, ...],
+    interventions: Interventions,
+    batch_size: int,
+    progress: Progress,
+) -> InterventionCosts:
+    """The same of a model on disk: all heads and texts go through one layer before the next."""
+    work, kinds = list(batches(encoded, batch_size)), interventions.kinds
+
+    def give(sight: Sight, call: AttentionCall) -> dict[str, Outs]:
+        treated = {
+            name: _treated_outs(model, call, sight.layer, patch)
+            for name, patch in interventions.treated.items()
+        }
+        return {**_plain_outs(model, sight, interventions), **treated}
+
+    found = variant_losses(
+        model,
+        [(batch.ids, batch.lengths) for batch in work],
+        [Variant((head,), kind) for head in heads for kind in kinds],
+        give,
+        title="costs of heads",
+        progress=progress,
+    )
+    texts = np.argsort([text for batch in work for text in batch.index])
+    deltas = (found.changed - found.base)[:, texts].reshape(len(heads), len(kinds), -1)
+    tokens = np.array([len(ids) - 1 for ids in encoded])
+    return InterventionCosts(heads, kinds, found.base[texts], deltas, tokens)
 
 
 def _jobs(heads: Sequence[Head], kinds: int, stack: int) -> Iterator[list[tuple[int, int]]]:

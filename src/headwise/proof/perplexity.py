@@ -14,10 +14,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwise.errors import ModelError
-from headwise.forward.losses import IGNORED, shifted_targets, token_losses
-from headwise.forward.passes import observed
+from headwise.forward.losses import IGNORED, shifted_targets
 from headwise.intervals import Interval, mean_interval
 from headwise.models.loaded_model import LoadedModel, takes_model
+from headwise.passes.readings import Measuring, alone
+from headwise.passes.streamed import Reading
 from headwise.progress import Progress, silent
 from headwise.proof.evaluation import DocumentLosses
 from headwise.texts.batches import DEFAULT_MAX_LENGTH, Batch, batches, encode_for
@@ -91,7 +92,27 @@ def text_losses(
     progress: Progress = silent,
 ) -> TextLosses:
     """Losses of every document of a text set, `whole` in windows, or cut at `max_length`."""
-    model, loaded = loaded.model, loaded.starting_with(bos)
+    work = measuring_losses(
+        loaded.starting_with(bos),
+        texts,
+        max_length=max_length,
+        whole=whole,
+        stride=stride,
+        batch_size=batch_size,
+    )
+    return alone(loaded.model, work, progress=progress)
+
+
+def measuring_losses(
+    loaded: LoadedModel,
+    texts: TextSet,
+    *,
+    max_length: int = DEFAULT_MAX_LENGTH,
+    whole: bool = True,
+    stride: int | None = None,
+    batch_size: int = 4,
+) -> Measuring[TextLosses]:
+    """The same as a part of a reading that others may share."""
     max_length = loaded.length(max_length)
     encoded = encode_for(loaded, texts.texts, max_length=None if whole else max_length)
     prefix = [loaded.tokenizer.bos_token_id] if loaded.bos and loaded.first_token.needed else []
@@ -101,19 +122,13 @@ def text_losses(
     work = list(batches(windows.encoded, batch_size))
     wanted = [_targets(batch, windows) for batch in work]
 
-    def finish(number: int, hidden: Tensor) -> Float[np.ndarray, "text"]:
-        targets = wanted[number].to(hidden.device)
-        found: np.ndarray = token_losses(model, hidden, targets).double().sum(1).cpu().numpy()
-        return found
+    def take(number: int, _: int | None, losses: Float[Tensor, "text position"]) -> None:
+        owners = [windows.document[piece] for piece in work[number].index]
+        np.add.at(sums, owners, losses.double().sum(1).numpy())
+        np.add.at(tokens, owners, (wanted[number] != IGNORED).sum(1).numpy())
 
     title = f"perplexity on {texts.name[:30]}"
-    passes = observed(
-        model, [batch.ids for batch in work], None, finish, title=title, progress=progress
-    )
-    for number, _, losses in passes:
-        owners = [windows.document[piece] for piece in work[number].index]
-        np.add.at(sums, owners, losses)
-        np.add.at(tokens, owners, (wanted[number] != IGNORED).sum(1).numpy())
+    yield Reading([batch.ids for batch in work], take, targets=wanted, title=title)
     _require_numbers(loaded, texts, sums)
     return TextLosses(texts, sums, tokens)
 

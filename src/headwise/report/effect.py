@@ -21,6 +21,7 @@ class Effect:
     change: float  # nats per token, over all seeds
     stock: float  # the loss of stock
     unigram: float | None  # of the same text
+    sure: bool = True  # whether the interval of the change leaves out 0
 
     @property
     def perplexity_change(self) -> float:
@@ -40,6 +41,10 @@ class Effect:
         return f"{exp(self.stock):.4g} to {exp(self.stock + self.change):.4g}"
 
     def __str__(self) -> str:
+        if not self.change:
+            return f"Perplexity stays at {exp(self.stock):.4g}."
+        if not self.sure:
+            return f"Perplexity goes from {self.perplexities}, which may be chance."
         way = "falls" if self.change < 0 else "rises"
         told = f"Perplexity {way} by {_percent(self.perplexity_change)} ({self.perplexities})"
         if self.share is None:
@@ -65,4 +70,5 @@ def effect_of(source: Source, main: Condition) -> Effect | None:
     stock = None if source.stock is None or name is None else source.stock.text_sets.get(name)
     if change is None or stock is None:
         return None
-    return Effect(change.value, stock.loss.value, stock.unigram_loss)
+    sure = change.high < 0 or change.low > 0
+    return Effect(change.value, stock.loss.value, stock.unigram_loss, sure)

@@ -173,6 +173,7 @@ def render_page(
             "model": source.model_name,
             "judged": source.judged_set or "",
             "has_grid": bool(payload["conditions"]),
+            "several": len(payload["conditions"]) > 1 or bool(source.runs),
             "paper": paper,
         },
         css=_asset("report.css"),

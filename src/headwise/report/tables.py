@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headwise.artefacts import write_text
@@ -65,6 +65,13 @@ class Table:
     def is_ours(self, row: Sequence[Entry]) -> bool:
         """Whether a row is of this source: neither printed nor counted in a published map."""
         return PAPER not in row and RECOUNTED not in row
+
+    def narrowed(self) -> Table:
+        """Without the columns where every row is empty or only names this source."""
+        every = range(len(self.columns))
+        kept = [i for i in every if any(row[i] not in (None, "", OURS) for row in self.rows)]
+        rows = tuple(tuple(row[index] for index in kept) for row in self.rows)
+        return replace(self, columns=tuple(self.columns[index] for index in kept), rows=rows)
 
     def numeric(self, index: int) -> bool:
         """Whether a column holds numbers only."""

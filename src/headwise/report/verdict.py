@@ -127,9 +127,11 @@ def _sickness(source: Source) -> Finding | None:
         at = stock.diagnosis.threshold_sweep.counts
         same = at["0.40"] == at["0.60"]
         text += (
-            f" At a threshold of 0.40 it would be {at['0.40']}, at 0.60 {at['0.60']}: the number "
-            f"{'does not depend' if same else 'depends'} on where the line is drawn."
+            f" It would be {at['0.40']} at a threshold of 0.40 and {at['0.60']} at 0.60: the "
+            f"number {'does not depend' if same else 'depends'} on where the line is drawn."
         )
+        if source.triage is None:
+            text += " It is a symptom; whether they sleep, idle or work is what triage measures."
     return Finding("Heads that are sick in stock", text)
 
 

@@ -45,17 +45,18 @@ def write_report(
     save_tables(tables, out / "tables")
     draw = _write_figures if beside else _write_own_figures
     figures = draw(found, out / "figures")
+    figures = figures if beside else [figure for figure in figures if figure.image]
     page = render_page(found, judge(found), tables, figures, paper=beside)
     return write_text(out / "report.html", page)
 
 
 def own_tables(source: Source) -> list[Table]:
-    """The tables without the paper's rows and notes, those with something of this source."""
+    """The tables without the paper's rows, columns and notes: what is of this source."""
     kept = [
         replace(table, rows=tuple(row for row in table.rows if table.is_ours(row)), notes=())
         for table in paper_tables(source)
     ]
-    return [table for table in kept if table.rows]
+    return [table.narrowed() for table in kept if table.rows]
 
 
 def paper_tables(source: Source) -> list[Table]:

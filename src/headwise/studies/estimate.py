@@ -87,7 +87,7 @@ def _cost(study: Study, arm: StudyArm, seed: int, size: _Size | None, speed: flo
         kept = recipe.keep + 1 if recipe.steps else 0
         megabytes = arm.passes * weights * (_PATCH_BYTES + _CHECKPOINT_BYTES * kept) / 1e6
         judged = study.max_texts * study.max_length * arm.passes
-        ablated = size.heads if study.ablate == "all" else operated
+        ablated = {"all": size.heads, "operated": operated, "none": 0}[study.ablate]
         validations = recipe.steps // recipe.validate_every * recipe.validation_blocks
         seen = validations * recipe.block * arm.passes
         # an ablation re-runs half the layers on average, once with zeros and once with means

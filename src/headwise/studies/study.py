@@ -69,7 +69,7 @@ class Study(_Strict):
     max_length: int = Field(default=512, ge=2)
     max_texts: int = Field(default=64, ge=2)  # held-out texts on which heads are judged
     batch_size: int = Field(default=8, ge=1)
-    ablate: Literal["all", "operated"] = "all"
+    ablate: Literal["all", "operated", "none"] = "all"  # heads that are ablated one by one
     completions: int = Field(default=10, ge=0)  # prompts by each arm of the first seed
 
     def recipe_of(self, arm: StudyArm, fitted: Recipe | None = None) -> Recipe:

@@ -1,11 +1,14 @@
 """A training job: what is trained, on what, and how; fixed for the whole run.
 
-The frozen layers below the operation run without gradients, or are read from a cache on disk.
+The frozen layers below the operation run without gradients, or are read from a cache on disk. Where
+activations would take too much memory some layers are run twice. Both are chosen at the start from
+what is there, unless the recipe says; the patch has the same bits either way.
 """
 
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,13 +21,15 @@ from transformers import PreTrainedModel
 
 from headwise.errors import ArtefactError
 from headwise.forward.checkpointing import checkpointed
+from headwise.forward.frozen import frozen
 from headwise.forward.gelu import fused_gelu
 from headwise.forward.partial_run import layer_input, run_from
 from headwise.forward.tap import tapped
-from headwise.models.architectures import backbone_of, device_of
+from headwise.models.architectures import backbone_of, device_of, layers_of
+from headwise.models.loading import free_memory
 from headwise.models.tensor_files import read_safetensors, write_safetensors
 from headwise.ranks import each_writes
-from headwise.surgery.recipe import Recipe
+from headwise.surgery.recipe import Recipe, Saving
 from headwise.surgery.run_state import MassMap
 from headwise.surgery.slice_training import Master, training_slices, write_masters
 from headwise.texts.batches import Batch
@@ -75,6 +80,13 @@ class Job:
     title: str = "training"  # what progress calls it
     held: Held | None = None  # other text, on which the model shall say what stock says
     identity: str = ""  # of the run: its files carry it
+    saving: Saving | None = None  # None: what the recipe says, `auto` being no
+
+    @property
+    def saves(self) -> Saving:
+        """What is done to save memory and time."""
+        above = len(layers_of(self.model)) - self.lowest
+        return self.saving or told_saving(self.recipe, Saving(), above)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -82,8 +94,8 @@ class Job:
         with contextlib.ExitStack() as stack:
             if self.masters:
                 stack.enter_context(training_slices(self.model, list(self.masters)))
-            if self.recipe.checkpoint_layers:
-                stack.enter_context(checkpointed(self.model, self.lowest))
+            stop = self.lowest + self.saves.recomputed
+            stack.enter_context(checkpointed(self.model, self.lowest, stop))
             stack.enter_context(fused_gelu(self.model))
             stack.enter_context(tapped(self.model))
             yield
@@ -98,10 +110,115 @@ class Job:
             self.track(values, step)
 
 
+_PROBE = 32  # tokens of the pass on which activations are counted
+_SMALL = 256 * 2**20  # bytes of activations that are never too many, if they fit at all
+_OF_WEIGHTS = 1 / 3  # activations up to this share of the weights are in proportion
+_OF_FREE = 1 / 2  # of the free memory, or of the free disk
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a run saves, and why, in one line."""
+
+    saving: Saving
+    reason: str
+
+
+def told_saving(recipe: Recipe, found: Saving, above: int) -> Saving:
+    """What the recipe says, and what was `found` where it says `auto`; `above` layers train."""
+    asked, cached = recipe.checkpoint_layers, recipe.cache_prefix
+    recomputed = found.recomputed if asked == "auto" else above if asked else 0
+    return Saving(recomputed, found.cached if cached == "auto" else cached)
+
+
+def choose_saving(
+    model: PreTrainedModel, recipe: Recipe, corpus: Corpus, lowest: int, out: Path
+) -> Choice:
+    """From free memory and disk, from how often a block is seen, and from the layers below."""
+    above = len(layers_of(model)) - lowest
+    recomputed, memory = _recomputed(model, recipe, corpus, lowest)
+    cached, disk = _cached(model, recipe, corpus, lowest, out)
+    saving = told_saving(recipe, Saving(recomputed, cached), above)
+    if recipe.checkpoint_layers != "auto":
+        memory = "as the recipe says"
+    if recipe.cache_prefix != "auto":
+        disk = "as the recipe says"
+    return Choice(
+        saving,
+        f"saving: {saving.recomputed} of {above} trained layers are run twice ({memory}); the "
+        f"{lowest} below are {'kept on disk' if saving.cached else 'run each time'} ({disk})",
+    )
+
+
+def _recomputed(
+    model: PreTrainedModel, recipe: Recipe, corpus: Corpus, lowest: int
+) -> tuple[int, str]:
+    """So many layers that the others' activations, and these ones' inputs, have room."""
+    above = len(layers_of(model)) - lowest
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return above, "a backward pass would keep every offloaded weight"
+    tokens = recipe.batch_size * recipe.block
+    layer, entering = (tokens * size for size in _bytes_a_token(model, corpus, lowest))
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    room = min(max(_SMALL, _OF_WEIGHTS * weights), _OF_FREE * _free_memory(model))
+    fits = [n for n in range(above) if (above - n) * layer + n * entering <= room]
+    told = f"{above * layer / 1e6:,.0f} MB of activations a pass, room for {room / 1e6:,.0f}"
+    return (fits[0] if fits else above), told
+
+
+def _bytes_a_token(model: PreTrainedModel, corpus: Corpus, lowest: int) -> tuple[float, float]:
+    """What one trained layer keeps for its backward pass, and what enters it; from a short pass."""
+    ids = corpus.train[0].ids[:1, :_PROBE].to(device_of(model))
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with frozen(model), fused_gelu(model), tapped(model):
+        with torch.no_grad():
+            start = layer_input(model, ids, lowest)
+        counted = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        with torch.enable_grad(), counted:
+            last = run_from(model, ids, lowest, start.requires_grad_())
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    total = sum(size for place, size in kept.items() if place not in own)
+    entering = start.numel() * start.element_size() / ids.numel()
+    del last  # until here it kept what was counted, so no place was used twice
+    # The slices' own gradients need what enters their projections: about two widths more.
+    return total / ids.numel() / (len(layers_of(model)) - lowest) + 2 * entering, entering
+
+
+def _free_memory(model: PreTrainedModel) -> int:
+    device = device_of(model)
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
+
+
+def _cached(
+    model: PreTrainedModel, recipe: Recipe, corpus: Corpus, lowest: int, out: Path
+) -> tuple[bool, str]:
+    if lowest == 0:
+        return False, "there are none"
+    if recipe.batch_size > 1:  # matrix products of another height may round otherwise
+        return False, "several blocks share a pass, and bits shall not depend on it"
+    if device_of(model).type != "cpu":
+        return False, "reading is not known to be faster than this device"
+    visits = recipe.steps * recipe.accumulation
+    blocks = min(visits, len(corpus.train))
+    seen = f"each of {blocks:,} blocks is seen {visits / max(1, blocks):.1f} times"
+    size = blocks * recipe.block * int(model.config.get_text_config().hidden_size) * 4
+    there = next(folder for folder in (out, *out.resolve().parents) if folder.exists())
+    if visits < 2 * blocks:
+        return False, seen
+    fits = size <= _OF_FREE * shutil.disk_usage(there).free
+    return fits, f"{seen}, {size / 1e6:,.0f} MB" + ("" if fits else " are too many for the disk")
+
+
 def last_hidden(job: Job, batch: Batch, part: list[tuple[int, Batch]]) -> Tensor:
     """Last hidden states of the numbered blocks in `part`, which are joined in `batch`."""
     ids = batch.ids.to(device_of(job.model))
-    if not (job.recipe.cache_prefix and job.lowest > 0):
+    if not (job.saves.cached and job.lowest > 0):
         last: Tensor = backbone_of(job.model)(input_ids=ids, use_cache=False).last_hidden_state
         return last
     folder = job.out / PREFIX

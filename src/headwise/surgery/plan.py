@@ -23,7 +23,7 @@ from headwise.diagnosis.values import Diagnosis
 from headwise.errors import ArtefactError, SelectionError
 from headwise.frames import frame
 from headwise.heads import Head, format_heads, named_ranges, select_heads
-from headwise.models.model_info import ModelInfo
+from headwise.models.model_info import ModelInfo, model_name
 from headwise.models.patch_info import PatchInfo
 from headwise.settings import changed, read_yaml, validated
 from headwise.sheets import Sheet, sheet, sheets_html
@@ -93,6 +93,20 @@ class PlanSummary(BaseModel):
     kv_note: str | None = None
     compensation: str | None = None
 
+    @property
+    def told(self) -> dict[str, str]:
+        """The summary as a person reads it."""
+        share = self.trainable_share
+        weights = f"{self.trainable_weights:,} weights" + (
+            f" ({share:.2%} of the model)" if share else ""
+        )
+        return {
+            "heads": f"{self.heads} in {self.layers} layers, the lowest {self.lowest_layer}",
+            "to train": f"{weights}; {self.training_state_bytes / 1e6:,.1f} MB of training state",
+            "keys and values": self.kv_note or "",
+            "compensation": self.compensation or "",
+        }
+
     @model_serializer(mode="wrap")
     def _without_empty_notes(
         self, handler: Callable[[object], dict[str, object]]
@@ -152,8 +166,9 @@ class SurgeryPlan(BaseModel):
     def sheet(self) -> Sheet:
         """Targets, watched heads and what the plan would train."""
         rows = [("targets", self.targets), ("watched", self.watched)]
-        summary = {} if self.summary is None else self.summary.model_dump(mode="json")
-        return sheet(f"plan for {self.model.id}", ("", ""), [*rows, *summary.items()])
+        told = {} if self.summary is None else self.summary.told
+        kept = [(name, value) for name, value in [*rows, *told.items()] if value]
+        return sheet(f"plan for {model_name(self.model.id)}", ("", ""), kept)
 
     def to_frame(self) -> pd.DataFrame:
         """One row per target or watched head (needs pandas)."""

@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from headwise.forward.attention import mass_at
 from headwise.forward.losses import shifted_targets, token_losses
-from headwise.forward.passes import observed
 from headwise.forward.tap import Sight
 from headwise.models.architectures import geometry_of
+from headwise.passes.readings import observed
 from headwise.surgery.run_state import MassMap
 from headwise.texts.batches import Batch
 from headwise.texts.corpus import Corpus

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -12,6 +14,17 @@ from headwise.models.patient import PATIENTS
 from headwise.settings import changed, read_yaml, validated
 
 MOST_STEPS = 10**9  # of anything that is counted: more is a slip of the hand
+
+
+Choice = bool | Literal["auto"]
+
+
+@dataclass(frozen=True)
+class Saving:
+    """How a run saves memory and time; it changes no bit of the patch, so machines may differ."""
+
+    recomputed: int = 0  # layers from the lowest trained one on whose activations are made twice
+    cached: bool = False  # what enters the lowest trained layer is kept on disk
 
 
 class Recipe(BaseModel):
@@ -28,8 +41,8 @@ class Recipe(BaseModel):
     accumulation: int = Field(default=8, ge=1, le=MOST_STEPS)  # forward passes a step
     clip: float = Field(default=1.0, gt=0)
     block: int = Field(default=512, ge=8, le=MOST_STEPS)  # tokens a block
-    checkpoint_layers: bool = False  # recompute activations in the backward pass
-    cache_prefix: bool = False  # keep the frozen layers' outputs on disk over epochs
+    checkpoint_layers: Choice = "auto"  # recompute activations in the backward pass
+    cache_prefix: Choice = "auto"  # keep the frozen layers' outputs on disk over epochs
     validate_every: int = Field(default=50, ge=1)
     validation_blocks: int = Field(default=32, ge=0)  # 0: no validation, no early stopping
     patience: int = Field(default=6, ge=1)  # validations without a better loss before stopping

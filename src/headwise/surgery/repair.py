@@ -24,20 +24,27 @@ from headwise.diagnosis.mean_outputs import measure_means
 from headwise.errors import SelectionError, SettingsError
 from headwise.forward.guard import guard
 from headwise.frames import frame
+from headwise.models.architectures import layers_of
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.patch import Patch, Slice
-from headwise.progress import Progress, silent
+from headwise.progress import Progress, silent, stage
 from headwise.ranks import by_the_first, is_first
 from headwise.settings import changed
 from headwise.surgery.checkpoints import load_best
-from headwise.surgery.job import PREFIX, Held, Job, Tracker, hold
+from headwise.surgery.job import PREFIX, Held, Job, Tracker, choose_saving, hold, told_saving
 from headwise.surgery.lora import LoraAdapter
 from headwise.surgery.modes import TRAINED, Mode, random_heads_plan, require_treated_mode
 from headwise.surgery.operation import require_planned_model, silence, unchanged
 from headwise.surgery.plan import SurgeryPlan
 from headwise.surgery.probes import first_token_map, mean_loss
 from headwise.surgery.recipe import Recipe, default_recipe, fit_positions
-from headwise.surgery.run_settings import PATCH, Outcome, RunSettings, is_finished
+from headwise.surgery.run_settings import (
+    PATCH,
+    Outcome,
+    RunSettings,
+    chosen_before,
+    is_finished,
+)
 from headwise.surgery.run_state import RunState
 from headwise.surgery.sink_directions import measure_directions
 from headwise.surgery.slice_training import make_masters, master_slices
@@ -120,9 +127,11 @@ def repair(
         return finished_run(out)
     guard(model, recipe.block)
     told = _tracker(tracker, out, settings)  # refused before anything is written
+    settings = _with_saving(settings, model, blocks, out, progress)
     settings.save(out)
     job = _job(model, settings, blocks, out, told)
     job = replace(job, held=_held(loaded, keep, recipe, excluded))
+    stage("reading the validation text with the model as it is", progress)
     stock, unigram = stock_reading(loaded, blocks, recipe)
     patch, state = _run(job, settings, resume, progress)
     patch = replace(patch, documents=blocks.documents)
@@ -255,6 +264,22 @@ def repair_corpus(
     )
 
 
+def _with_saving(
+    settings: RunSettings, model: PreTrainedModel, corpus: Corpus, out: Path, progress: Progress
+) -> RunSettings:
+    """The settings with how memory and time are saved: as at the start of a run that goes on."""
+    recipe, lowest = settings.recipe, settings.lowest
+    if not recipe.steps:
+        return settings
+    before = by_the_first(lambda: chosen_before(settings, out))
+    if before is not None:
+        above = len(layers_of(model)) - lowest
+        return replace(settings, saving=told_saving(recipe, before, above))
+    found = by_the_first(lambda: choose_saving(model, recipe, corpus, lowest, out))
+    stage(found.reason, progress)
+    return replace(settings, saving=found.saving)
+
+
 def _job(
     model: PreTrainedModel,
     settings: RunSettings,
@@ -263,7 +288,6 @@ def _job(
     track: Tracker | None,
 ) -> Job:
     """The job as every mode has it; what is trained comes with the mode."""
-    lowest = min(head.layer for head in settings.plan.target_heads)  # nothing below can change
     return Job(
         model,
         (),
@@ -271,12 +295,13 @@ def _job(
         corpus,
         settings.recipe,
         settings.seed,
-        lowest,
+        settings.lowest,
         out,
         track,
         before=first_token_map(model, corpus),
         title=settings.mode,
         identity=settings.identity,
+        saving=settings.saving,
     )
 
 

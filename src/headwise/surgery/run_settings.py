@@ -12,7 +12,7 @@ from headwise.artefacts import content_hash, load_artefact, save_artefact, to_js
 from headwise.errors import ArtefactError
 from headwise.surgery.modes import Mode
 from headwise.surgery.plan import SurgeryPlan
-from headwise.surgery.recipe import Recipe
+from headwise.surgery.recipe import Recipe, Saving
 from headwise.surgery.run_state import RUN
 from headwise.texts.corpus_info import CorpusInfo
 from headwise.values import Finite, from_plain, plain_fields
@@ -24,6 +24,7 @@ PATCH = "patch.safetensors"
 
 
 _DECISIVE = ("model", "plan", "recipe", "mode", "seed", "corpus", "kept")
+_CHOSEN = ("checkpoint_layers", "cache_prefix")  # of a recipe; `auto` was False before it existed
 _DIGITS = 16  # of a run's identity
 
 
@@ -46,12 +47,24 @@ class RunSettings:
     outcome: Outcome = ""  # sham: the best validated state was the untrained operation
     stock_loss: Finite | None = None  # on the validation text, before the operation
     alarms: tuple[Alarm, ...] = ()
+    saving: Saving | None = None  # as it was chosen at the start; None: an older run did not say
 
     @property
     def identity(self) -> str:
         """A hash of what decides the run: its checkpoints, trace and maps carry it."""
+        return content_hash([to_json(self.decisive)])[:_DIGITS]
+
+    @property
+    def lowest(self) -> int:
+        """The lowest layer with a head to train: nothing below can change."""
+        return min(head.layer for head in self.plan.target_heads)
+
+    @property
+    def decisive(self) -> dict[str, Any]:
+        """What must be the same in a run that goes on."""
         body = self.to_json()
-        return content_hash([to_json({key: body[key] for key in _DECISIVE})])[:_DIGITS]
+        chosen = {key: False for key in _CHOSEN if body["recipe"][key] == "auto"}  # as once
+        return {key: body[key] for key in _DECISIVE} | {"recipe": {**body["recipe"], **chosen}}
 
     def to_json(self) -> dict[str, Any]:
         """The body of `run.json`."""
@@ -83,6 +96,16 @@ def _has_begun(run: Path) -> bool:
     return (run / PATCH).exists() or any((run / "checkpoints").glob("step-*.safetensors"))
 
 
+def chosen_before(asked: RunSettings, run: Path) -> Saving | None:
+    """How the run that is to go on saved memory and time; None if there is nothing to go on."""
+    if not (run / RUN).exists():
+        return None
+    before = RunSettings.load(run)
+    if before.identity != asked.identity or not _has_begun(run):
+        return None
+    return before.saving or Saving()
+
+
 def is_finished(asked: RunSettings, run: Path, *, resume: bool) -> bool:
     """Whether there is nothing left to do; a run directory with other settings is refused."""
     if not _has_begun(run):
@@ -92,7 +115,7 @@ def is_finished(asked: RunSettings, run: Path, *, resume: bool) -> bool:
             "there is a run here already", where=run, fix="add --resume, or choose another --out"
         )
     before = RunSettings.load(run)
-    old, new = before.to_json(), asked.to_json()
+    old, new = before.decisive, asked.decisive
     for key in _DECISIVE:
         if old[key] != new[key]:
             raise ArtefactError(

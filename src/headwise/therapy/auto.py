@@ -33,13 +33,22 @@ from headwise.surgery.sink_directions import LayerDirections, measure_directions
 from headwise.surgery.treatments import Dose, Prescription, with_prescription
 from headwise.texts.corpus import Corpus, spread_blocks
 from headwise.texts.text_sets import TextSet
-from headwise.therapy.dose import choose_doses
+from headwise.therapy.dose import DOSE_BLOCKS, TRIALS, choose_doses
 from headwise.therapy.never_worse import count_documents, judged_blocks, validation_change
 from headwise.therapy.record import THERAPY, Therapy
-from headwise.therapy.triage import triage_heads
+from headwise.therapy.triage import INTERVENTIONS, triage_heads
 
-TRIAGE_TEXTS = 32  # training documents; heads that stay undecided are left to the dose search
+TRIAGE_TEXTS = 12  # training documents; heads that stay undecided are left to the dose search
 SPARED: tuple[TriageClass, ...] = ("parked", "working")  # the model uses them as they are
+
+
+def choice_blocks(heads: int) -> float:
+    """Blocks through a forward pass, at most, until treatments and doses of heads are chosen.
+
+    A head is changed in half of the layers on average: under triage's interventions, then with
+    every dose that the search tries for it.
+    """
+    return (TRIAGE_TEXTS * INTERVENTIONS + DOSE_BLOCKS * TRIALS) * heads / 2
 
 
 @dataclass(frozen=True)

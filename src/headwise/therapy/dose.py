@@ -3,8 +3,9 @@
 First one treatment and amount for all heads at once, because heads that work together wake together
 (a copying head alone is worth nothing), with and without the heads that triage would spare; then
 head by head around the best of these, nothing included, as long as training loss falls by more than
-its own noise. Exact: only the layers from the changed head on are run again. A clear loss ends a
-trial early. Validation and evaluation text is never looked at.
+its own noise, and for a head that has nothing yet by more than the negligible. Exact: only the
+layers from the changed head on are run again. A clear loss ends a trial early. Validation and
+evaluation text is never looked at.
 """
 
 from __future__ import annotations
@@ -36,11 +37,13 @@ from headwise.therapy.record import Tried
 
 SEARCHED = ("release", "centre")
 DOSE_BLOCKS = 16  # training blocks on which doses are compared
+TRIALS = len(SEARCHED) + 3  # doses that are tried for one head: none, the common, less and more
 _BATCH = 4  # blocks a forward pass
 _NEGLIGIBLE = TriageThresholds().gain  # nats per token: a gain that is not worth a treatment
 _CLEAR = 2.0  # standard errors over documents that a change must be away from nothing
 _HARM = 0.01  # a head whose treatment costs more than this must not be touched at all
-_STEP = 0.1  # a head's own amount is looked for this far around the common one
+_STEP = 0.1  # a head's own amount is looked for in steps of this around the common one
+_MOST = 1.5  # no amount beyond this is tried
 
 Sums = Float[np.ndarray, "document"]
 
@@ -204,13 +207,20 @@ def _best_amounts(tried: Sequence[Tried], treatments: Sequence[str]) -> list[Dos
 
 
 def _one_head(search: _Search, head: Head, common: Sequence[Dose]) -> list[Tried]:
-    """Other doses for one head, nothing included; the best is kept if it beats its own noise."""
-    rows, best, least = [], None, 0.0
-    for dose in _options(search.state.get(head), common):
+    """Other doses for one head, nothing included; the best is kept if it beats its own noise.
+
+    A head that has nothing yet must also gain what is worth a treatment.
+    """
+    now = search.state.get(head)
+    rows, best, least = [], None, -_NEGLIGIBLE if now is None else 0.0
+    ahead = _options(now, common)
+    while ahead:
+        dose = ahead.pop(0)
         mean, error = search.change(search.losses({**search.state, head: dose}, head.layer))
         rows.append(Tried(str(head), str(dose), mean, error, False))
         if mean + _CLEAR * error < 0 and mean < least:
             best, least = dose, mean
+            ahead += _further(now, dose)
     if best is not None:
         search.begin({**search.state, head: best})
     return [replace(row, kept=best is not None and row.dose == str(best)) for row in rows]
@@ -220,6 +230,18 @@ def _options(now: Dose | None, common: Sequence[Dose]) -> list[Dose]:
     """No treatment, the common amounts, and a little less or more of what the head has now."""
     if now is None:
         return list(common)
-    near = [Dose(now.treatment, round(now.amount + step, 6)) for step in (-_STEP, _STEP)]
-    every = [Dose("none", 0.0), *common, *near]
+    every = [Dose("none", 0.0), *common, _moved(now, -_STEP), _moved(now, _STEP)]
     return [dose for dose in dict.fromkeys(every) if dose != now]
+
+
+def _further(now: Dose | None, better: Dose) -> list[Dose]:
+    """The next amount in the direction that helped, up to one half more than a whole dose."""
+    if now is None or better.treatment != now.treatment:
+        return []
+    step = math.copysign(_STEP, better.amount - now.amount)
+    further = _moved(better, step)
+    return [further] if 0 < further.amount <= _MOST else []
+
+
+def _moved(dose: Dose, step: float) -> Dose:
+    return Dose(dose.treatment, round(dose.amount + step, 6))

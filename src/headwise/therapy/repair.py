@@ -17,9 +17,11 @@ from headwise.surgery.recipe import Recipe, fit_corpus, fit_positions, fitted_re
 from headwise.surgery.repair import RepairRun, repair as repair_heads, repair_corpus
 from headwise.texts.corpus import Corpus, spread_blocks
 from headwise.texts.text_sets import TextSet
-from headwise.therapy.auto import repair_automatically
+from headwise.therapy.auto import choice_blocks, repair_automatically
+from headwise.therapy.triage import selected_heads
 
 AUTO = "auto"
+_ILL = "sick, output_norm_ratio < 0.05"  # the least of the healthy heads that were seen has 0.48
 _BLOCKS = 32  # training blocks on which auto looks for sick heads if no plan is given
 
 
@@ -56,8 +58,8 @@ def repair(
     stage("tokenising the corpus", progress)
     blocks, chosen = cut_corpus(loaded, corpus, recipe, treatment, changes or {}, excluded)
     stage(told_recipe(chosen, loaded, blocks.info.train_tokens), progress)
-    budget(loaded.model, _work(chosen, plan, mode))
     given = changed(plan or plan_sick_heads(loaded, blocks, chosen), bos=loaded.bos)
+    budget(loaded.model, _work(chosen, given, mode, treatment))
     work = (loaded, given, blocks, chosen)
     with one_writer(Path(out)):
         if treatment == AUTO:
@@ -87,18 +89,18 @@ def repair(
         )
 
 
-def _work(recipe: Recipe, plan: SurgeryPlan | None, mode: Mode) -> Work:
-    """The steps, with their backward passes, and the validations."""
+def _work(recipe: Recipe, plan: SurgeryPlan, mode: Mode, treatment: str | None) -> Work:
+    """The steps, with their backward passes, the validations, and what auto tries before."""
     steps = recipe.steps if mode in TRAINED else 0
     validations = (1 + steps // recipe.validate_every) * recipe.validation_blocks
+    blocks = validations + (choice_blocks(len(plan.target_heads)) if treatment == AUTO else 0)
     one = recipe.batch_size * recipe.block
-    summary = None if plan is None else plan.summary
     return Work(
-        tokens=3 * steps * recipe.batch_tokens + validations * recipe.block,
+        tokens=3 * steps * recipe.batch_tokens + blocks * recipe.block,
         batch=one,
         kept=one if steps else 0,
-        trained=0 if summary is None else summary.trainable_weights,
-        less="--steps, --block, --batch-size",
+        trained=0 if plan.summary is None else plan.summary.trainable_weights,
+        less="--steps, --block, --batch-size" + (", --plan" if treatment == AUTO else ""),
     )
 
 
@@ -145,7 +147,10 @@ def told_recipe(recipe: Recipe, loaded: LoadedModel, tokens: int) -> str:
 
 
 def plan_sick_heads(loaded: LoadedModel, corpus: Corpus, recipe: Recipe) -> SurgeryPlan:
-    """A plan for the heads that are sick on training text; it may have no targets."""
+    """A plan for the heads that are sick or silent on training text; it may have no targets.
+
+    A head that lost its values gives nothing wherever it looks, and need not look at the sink.
+    """
     rows = [
         row[:length].tolist()
         for block in spread_blocks(corpus.train, _BLOCKS)
@@ -153,6 +158,6 @@ def plan_sick_heads(loaded: LoadedModel, corpus: Corpus, recipe: Recipe) -> Surg
     ]
     texts = tuple(str(loaded.tokenizer.decode(ids, skip_special_tokens=True)) for ids in rows)
     found = diagnose(loaded, TextSet(corpus.name, texts), max_length=recipe.block)
-    if found.counts["sick"]:
-        return make_plan(found, heads="sick")
+    if selected_heads(found, _ILL):
+        return make_plan(found, heads=_ILL)
     return changed(make_plan(found, heads="all"), targets="", healthy="all", summary=None)

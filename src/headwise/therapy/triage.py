@@ -45,7 +45,7 @@ from headwise.texts.corpus import triage_texts
 from headwise.texts.text_sets import TextSet, as_text_set
 
 HANDLES = ("release", "centre")  # query treatments, of which the better speaks for the head
-
+INTERVENTIONS = 3 + len(HANDLES)  # zero, mean and unsink are the others
 
 MAX_TEXTS = 64
 
@@ -103,10 +103,11 @@ def triage(
 
 
 def _work(encoded: list[list[int]], heads: int) -> Work:
-    """Means and directions once; four interventions on each head, half the layers each."""
+    """Means and directions once; the interventions on each head, half the layers each."""
     tokens = sum(map(len, encoded))
     less = "--heads, --max-texts, --max-length"
-    return Work(tokens * (2 + 4 * heads / 2), 4 * max(map(len, encoded)), less=less)
+    work = tokens * (2 + INTERVENTIONS * heads / 2)
+    return Work(work, 4 * max(map(len, encoded)), less=less)
 
 
 def triage_heads(

@@ -60,7 +60,7 @@ def cross_scale(source: Source) -> Table:
                 source.model_name,
                 OURS,
                 weights,
-                *_cross_scale_row(stock.sick, None if slope is None else slope[0]),
+                *_own_scale_row(stock.sick, None if slope is None else slope[0]),
                 None,
                 None,
                 None,
@@ -85,6 +85,12 @@ def _cross_scale_row(sick: np.ndarray, slopes: np.ndarray | None) -> list[Entry]
         float(inside.max()) if band else None,
         rho,
     ]
+
+
+def _own_scale_row(sick: np.ndarray, slopes: np.ndarray | None) -> list[Entry]:
+    """The same; without ALiBi's slopes an index means nothing, and there is no band."""
+    found = _cross_scale_row(sick, slopes)
+    return found if slopes is not None else [*found[:4], None, None, None, None]
 
 
 def _spearman(x: np.ndarray, y: np.ndarray) -> float:

@@ -1,0 +1,252 @@
+"""One arm with one seed: repair, evaluate, compare; and the stock condition that all arms share.
+
+A finished artefact is read, not made again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from headwise.artefacts import content_hash
+from headwise.diagnosis.diagnose import diagnose
+from headwise.diagnosis.values import Diagnosis
+from headwise.errors import SelectionError
+from headwise.heads import Head
+from headwise.integrity.checksums import require_run
+from headwise.models.description import weight_fingerprint
+from headwise.models.loaded_model import LoadedModel
+from headwise.models.loading import load_model
+from headwise.models.patch import Patch, applied
+from headwise.progress import Progress, silent, stage
+from headwise.proof.compare import compare, compared_identity
+from headwise.proof.comparison import Comparison
+from headwise.proof.evaluate import evaluate
+from headwise.proof.evaluation import Evaluation
+from headwise.proof.trajectories import run_maps
+from headwise.proof.zones import Map
+from headwise.settings import changed
+from headwise.studies.study import PlanChoice, Study, StudyArm
+from headwise.surgery.plan import SurgeryPlan, make_plan, operated_heads
+from headwise.surgery.recipe import Recipe, fit_positions
+from headwise.surgery.run_settings import PATCH
+from headwise.surgery.run_state import RUN
+from headwise.texts.corpus import Corpus, build_corpus
+from headwise.texts.text_sets import TextSet
+from headwise.therapy.repair import recipe_for, repair
+
+
+@dataclass(frozen=True)
+class StudySetting:
+    """What all arms share: the loaded model, the held-out texts and the stock condition."""
+
+    study: Study
+    out: Path
+    loaded: LoadedModel = field(repr=False)
+    heldout: list[TextSet] = field(repr=False)
+    progress: Progress = field(repr=False)
+    fingerprint: str = ""  # of the model's weights
+    corpora: dict[tuple[str, int], Corpus] = field(default_factory=dict, repr=False)
+
+    def corpus(self, name: str, recipe: Recipe) -> Corpus:
+        """A corpus cut for a recipe, tokenised once a study; held-out texts are left out."""
+        key = (name, recipe.block)
+        if key not in self.corpora:
+            heldout = [text for texts in self.heldout for text in texts.texts]
+            self.corpora[key] = build_corpus(
+                self.study.corpus_texts(name),
+                self.loaded.tokenizer,
+                block=recipe.block,
+                batch_tokens=recipe.batch_tokens,
+                excluded=heldout,
+                first_token=self.loaded.first_token,
+            )
+        return self.corpora[key]
+
+    def recipe(self, arm: StudyArm) -> Recipe:
+        """The recipe of an arm, fitted to the model where none is named."""
+        found = self.study.recipe_of(arm, recipe_for(self.loaded, arm.treatment))
+        return fit_positions(found, self.loaded.max_positions)
+
+    @property
+    def max_length(self) -> int:
+        """Tokens a held-out text is cut at, at most what the model was made for."""
+        return self.loaded.length(self.study.max_length)
+
+
+def open_setting(study: Study, out: Path, progress: Progress = silent) -> StudySetting:
+    """Load the model and the held-out texts of a study."""
+    loaded = load_model(study.model, dtype=study.dtype, device_map=study.device_map, bos=study.bos)
+    fingerprint = weight_fingerprint(loaded.model)
+    return StudySetting(study, out, loaded, study.heldout_texts(), progress, fingerprint)
+
+
+def plans_of(study: Study, stock: Diagnosis) -> dict[str, SurgeryPlan]:
+    """The plan of every arm, before a seed is added to it."""
+    return {arm.name: _plan(stock, arm.plan or study.plan) for arm in study.arms}
+
+
+def stock_diagnosis(setting: StudySetting) -> Diagnosis:
+    """Of the first held-out texts, the ones that heads are judged on."""
+    path = setting.out / "stock" / "diagnosis.json"
+    if path.exists():
+        found = Diagnosis.load(path)
+        require_run(found.model.fingerprint, setting.fingerprint, path)
+        return found
+    stage("diagnosing the stock model", setting.progress)
+    judged = TextSet(setting.heldout[0].name, setting.heldout[0].texts[: setting.study.max_texts])
+    diagnosis = diagnose(
+        setting.loaded,
+        judged,
+        max_length=setting.max_length,
+        batch_size=setting.study.batch_size,
+        progress=setting.progress,
+    )
+    diagnosis.save(path)
+    return diagnosis
+
+
+def _plan(diagnosis: Diagnosis, choice: PlanChoice) -> SurgeryPlan:
+    return make_plan(diagnosis, **choice.model_dump())
+
+
+def stock_evaluation(setting: StudySetting, plans: dict[str, SurgeryPlan]) -> Evaluation:
+    """Of all held-out texts, with each arm's heads ablated together."""
+    path = setting.out / "stock" / "evaluation.json"
+    if path.exists():
+        kept = Evaluation.load(path)
+        require_run(_evaluated(kept), _expected(setting, []), path)
+        return kept
+    stage("evaluating the stock model", setting.progress)
+    joint = {name: plan.target_heads for name, plan in plans.items()}
+    found = _evaluate(setting, [], joint, _ablated(setting, [h for p in joint.values() for h in p]))
+    found.save(path)
+    return found
+
+
+def _ablated(setting: StudySetting, operated: list[Head]) -> list[Head] | str:
+    wanted: dict[str, list[Head] | str] = {"all": "all", "none": "none"}
+    return wanted.get(setting.study.ablate, sorted(set(operated)))
+
+
+def _evaluate(
+    setting: StudySetting,
+    patches: list[Patch],
+    joint: dict[str, list[Head]],
+    heads: list[Head] | str,
+) -> Evaluation:
+    return evaluate(
+        setting.loaded,
+        setting.heldout,
+        patches=patches,
+        heads=heads,
+        joint=joint,
+        max_length=setting.max_length,
+        max_texts=setting.study.max_texts,
+        batch_size=setting.study.batch_size,
+        stock=stock_diagnosis(setting) if patches else None,
+        progress=setting.progress,
+    )
+
+
+def run_folder(out: Path, arm: str, seed: int, number: int = 1) -> Path:
+    """Where one pass of one arm is kept."""
+    folder = out / "runs" / f"{arm}-s{seed}"
+    return folder if number == 1 else folder / f"pass{number}"
+
+
+def run_arm(
+    setting: StudySetting, arm: StudyArm, seed: int, plan: SurgeryPlan, before: Evaluation
+) -> None:
+    """All passes of one arm: repair, evaluate with the patches so far, compare with stock."""
+    patches: list[Patch] = []
+    first = run_folder(setting.out, arm.name, seed)
+    for number in range(1, arm.passes + 1):
+        folder = run_folder(setting.out, arm.name, seed, number)
+        if number > 1:
+            found = Evaluation.load(first / "evaluation.json")
+            try:
+                plan = _second_plan(setting, arm, found)
+            except SelectionError:
+                told = f"{arm.name} s{seed}: nothing left to operate on in pass {number}"
+                stage(told, setting.progress)
+                return
+        with applied(setting.loaded.model, patches):
+            patches.append(_one_pass(setting, arm, seed, plan, folder))
+        _prove(setting, patches, folder, before, run_maps(folder, first), arm.mode == "lora")
+
+
+def _second_plan(setting: StudySetting, arm: StudyArm, found: Evaluation) -> SurgeryPlan:
+    choice = changed(arm.plan or setting.study.plan, preset="pass2", heads=None)
+    # the plan is for the model as it is now: base plus the patches of the first pass
+    return _plan(found.diagnosis, choice)
+
+
+def _one_pass(
+    setting: StudySetting, arm: StudyArm, seed: int, plan: SurgeryPlan, folder: Path
+) -> Patch:
+    plan = changed(plan, seed=plan.seed + seed)
+    if not (folder / "plan.yaml").exists():
+        plan.save(folder / "plan.yaml")
+    done = arm.treatment or arm.mode
+    stage(f"{arm.name} s{seed}: {done} on {len(plan.target_heads)} heads", setting.progress)
+    recipe = setting.recipe(arm)
+    run = repair(
+        setting.loaded,
+        plan,
+        setting.corpus(arm.corpus, recipe),
+        recipe,
+        out=folder,
+        mode=arm.mode,
+        treatment=arm.treatment,
+        dose=arm.dose,
+        seed=seed,
+        resume=(folder / RUN).exists(),
+        progress=setting.progress,
+    )
+    return run.patch
+
+
+def _prove(
+    setting: StudySetting,
+    patches: list[Patch],
+    folder: Path,
+    before: Evaluation,
+    checkpoints: list[tuple[int, Map]],
+    whole_layers: bool,
+) -> None:
+    """Evaluate with all patches so far, and compare with stock by what they really touched."""
+    path = folder / "evaluation.json"
+    if not path.exists():
+        targets = operated_heads(patch.info for patch in patches)
+        _evaluate(setting, patches, {"operated": targets}, _ablated(setting, targets)).save(path)
+    after = Evaluation.load(path)
+    require_run(_evaluated(after), _expected(setting, patches), path)
+    compared = folder / "comparison.json"
+    if compared.exists():
+        told = Comparison.load(compared).provenance.identity
+        require_run(told, compared_identity(before, after), compared)
+    else:
+        compare(
+            before,
+            after,
+            checkpoints=checkpoints,
+            whole_layers=whole_layers,
+        ).save(compared)
+
+
+def _evaluated(found: Evaluation) -> str:
+    """What an evaluation is of: the base, the patches and the texts that heads are judged on."""
+    sets = sorted(losses.texts.sha256 for losses in found.text_sets.values())
+    return content_hash([found.model.fingerprint, *(p.sha256 or "" for p in found.patches), *sets])
+
+
+def _expected(setting: StudySetting, patches: list[Patch]) -> str:
+    sets = sorted(texts.sha256 for texts in setting.heldout)
+    return content_hash([setting.fingerprint, *(p.fingerprint() for p in patches), *sets])
+
+
+def arm_patches(out: Path, arm: StudyArm, seed: int) -> list[Path]:
+    """The patch files of an arm, pass by pass."""
+    folders = [run_folder(out, arm.name, seed, n) for n in range(1, arm.passes + 1)]
+    return [path for folder in folders if (path := folder / PATCH).exists()]
