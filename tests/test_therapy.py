@@ -20,6 +20,7 @@ from headwise.models.loading import load_model
 from headwise.models.patch import Patch
 from headwise.models.patch_info import PatchInfo
 from headwise.models.patient import patient_texts
+from headwise.models.slices import head_spans
 from headwise.proof.compare import compare
 from headwise.proof.evaluate import evaluate
 from headwise.settings import changed
@@ -30,7 +31,8 @@ from headwise.surgery.sink_directions import measure_directions
 from headwise.surgery.treatments import Dose, prescribed, treat, with_prescription, with_treatment
 from headwise.texts.corpus import build_corpus
 from headwise.texts.text_sets import TextSet
-from headwise.therapy.dose import choose_doses
+from headwise.therapy.auto import choice_blocks
+from headwise.therapy.dose import _further, _options, choose_doses
 from headwise.therapy.never_worse import judged_blocks, validation_change
 from headwise.therapy.record import Therapy
 from headwise.therapy.repair import plan_sick_heads, repair
@@ -197,6 +199,64 @@ def test_auto_finds_no_head_to_treat_in_a_model_without_sick_heads(tmp_path):
     run = repair(loaded, None, corpus, TINY_RECIPE, out=tmp_path, treatment="auto")
     assert run.patch.is_empty
     assert (tmp_path / "trace.jsonl").exists()
+
+
+def test_a_head_that_gives_nothing_is_ill_wherever_it_looks():
+    loaded = LoadedModel("tiny", tiny_language_model("llama"), tiny_tokenizer())
+    head = Head(1, 2)
+    for role in ("v", "o"):
+        for span in head_spans(loaded.model, head, role).values():
+            span.of(loaded.model).data *= 1e-3
+    plan = plan_sick_heads(loaded, numbered_corpus(validation=3, length=24), TINY_RECIPE)
+    assert head in plan.target_heads
+
+
+def test_the_work_of_auto_counts_triage_and_doses(tiny, tmp_path):
+    told = []
+
+    def refusing(model, work):
+        told.append(work.tokens)
+        raise SelectionError("enough")
+
+    for treatment in ("release", "auto"):
+        with pytest.raises(SelectionError, match="enough"):
+            repair(
+                tiny,
+                plan_for(tiny.model),
+                random_corpus(),
+                UNTRAINED,
+                out=tmp_path,
+                treatment=treatment,
+                budget=refusing,
+            )
+    assert told[1] - told[0] == choice_blocks(3) * UNTRAINED.block > 0
+
+
+def test_a_sure_gain_that_is_too_small_to_matter_is_no_treatment():
+    """Released, the empty patient's heads gain some 1e-5 nats in every document."""
+    loaded = load_model("patient-empty")
+    texts = TextSet("some", tuple(patient_texts("train"))[:40])
+    corpus = build_corpus(texts, loaded.tokenizer, block=256, batch_tokens=256)
+    found = diagnose(loaded, TextSet("few", texts.texts[:2]), max_length=256)
+    plan = make_plan(found, heads="L2H7,L4H7,L5H6")
+    directions = measure_directions(loaded.model, corpus.train, (2, 4, 5))
+    choice = choose_doses(loaded.model, plan, corpus.train, plan.target_heads, directions)
+    assert choice.prescription == {}
+
+
+def test_a_dose_is_raised_as_long_as_that_helps():
+    now = Dose("release", 1.0)
+    assert _options(now, [Dose("centre", 0.8), now]) == [
+        Dose("none", 0.0),
+        Dose("centre", 0.8),
+        Dose("release", 0.9),
+        Dose("release", 1.1),
+    ]
+    assert _further(now, Dose("release", 1.1)) == [Dose("release", 1.2)]
+    assert _further(now, Dose("release", 0.9)) == [Dose("release", 0.8)]
+    assert _further(now, Dose("release", 1.5)) == []
+    assert _further(now, Dose("centre", 0.8)) == []
+    assert _further(None, Dose("release", 0.9)) == []
 
 
 def test_auto_refuses_a_corpus_that_cannot_say_whether_it_got_better(tiny, tmp_path):

@@ -86,8 +86,7 @@ def repair(
     chosen = _plan(plan, treatment, dose)
     texts = read_texts(corpus, lines=lines) if corpus else default_corpus(model)
     how = (dtype, device_map, allow_pickle, trust_remote_code)
-    before = [] if chosen is None else [(chosen.bos, f"the plan {plan}")]
-    loaded = load_reader(model, how, bos, quiet, inherited=before)
+    loaded = load_reader(model, how, bos, quiet, inherited=_bos_of(plan, chosen))
     with resumable(f"add --resume to go on in {out}"), progress_bars(quiet) as progress:
         done = run(
             loaded,
@@ -138,6 +137,10 @@ def _plan(path: Path | None, treatment: str | None, dose: float | None) -> Surge
     if treatment != "auto":
         raise SelectionError("no plan", fix="pass --plan plan.yaml, or --treatment auto")
     return None
+
+
+def _bos_of(path: Path | None, plan: SurgeryPlan | None) -> list[tuple[bool | None, str]]:
+    return [] if plan is None else [(plan.bos, f"the plan {path}")]
 
 
 def repaired(done: RepairRun, plan: SurgeryPlan | None) -> Iterator[str]:
