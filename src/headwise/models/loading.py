@@ -33,7 +33,7 @@ from transformers.utils import logging as hf_logging
 from headwise.artefacts import is_there, read_json, to_json, write_text
 from headwise.errors import ModelError
 from headwise.integrity.hub import require_hub
-from headwise.models.architectures import architecture_of
+from headwise.models.architectures import architecture_of, require_groups
 from headwise.models.description import keep_fingerprint
 from headwise.models.first_token import decide_first_token
 from headwise.models.loaded_model import LoadedModel
@@ -107,6 +107,7 @@ def load_model(
         else:
             model = _load_weights(source, options, dtype, device_map, allow_pickle)
     architecture_of(model)
+    require_groups(model)
     if not is_packed(model):
         _forget_quantization(model)
     keep_fingerprint(model)
@@ -304,10 +305,13 @@ def _from_pretrained(source: str, **options: Any) -> Any:
     except (ImportError, ValueError) as error:
         if not re.search("FlashAttention|attn_implementation", str(error)):
             raise
+    config = AutoConfig.from_pretrained(source, trust_remote_code=options["trust_remote_code"])
     try:
-        return AutoModelForCausalLM.from_pretrained(source, attn_implementation="sdpa", **options)
+        config._attn_implementation = "sdpa"  # an option would lose against what was saved
+        return AutoModelForCausalLM.from_pretrained(source, config=config, **options)
     except ValueError:  # not every family has it
-        return AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager", **options)
+        config._attn_implementation = "eager"
+        return AutoModelForCausalLM.from_pretrained(source, config=config, **options)
 
 
 def _places(device_map: str | Mapping[str, str | int] | None) -> str | dict[str, str | int] | None:
