@@ -307,12 +307,11 @@ def packed_model():
 def test_quantised_heads_are_read_and_ablated_but_not_operated_on(tmp_path):
     from campaigns import desk
     from headwise import capture, check, diagnose, evaluate, repair, triage
-    from planned import plan_for
 
     loaded = packed_model()
     found = diagnose(loaded, desk.HELD, max_length=24)
     told = evaluate(loaded, [desk.HELD], heads="L1H0-1", max_texts=3, max_length=24)
-    assert told.head_costs.first_order is None  # a packed kernel may pass no gradient on
+    assert told.heads.first_order is None  # a packed kernel may pass no gradient on
     assert capture(loaded, desk.HELD, out=tmp_path / "qk", settings=CaptureSettings(max_length=24))
     for work in (
         lambda: check(loaded),
@@ -342,7 +341,9 @@ def test_ablation_of_a_quantised_model_is_that_of_the_same_numbers_unpacked():
             linear.weight.data = (one.packed * one.scale).clone()
             setattr(layer.self_attn, f"{role}_proj", linear)
     costs = [
-        evaluate(one, [desk.HELD], heads="L0H1,L1H0", max_texts=3, max_length=24).head_costs.zero
+        evaluate(
+            one, [desk.HELD], heads="L0H1,L1H0", max_texts=3, max_length=24
+        ).heads.ablation_zero
         for one in (packed, plain)
     ]
     for name, cost in costs[0].items():
