@@ -27,7 +27,7 @@ ERROR = 1 - LEVEL
 FIRST_LOOK = 5  # documents; with fewer, Student intervals of skewed losses are too sure
 
 
-HOPE = 0.025  # a decision that is less likely than this is not waited for
+HOPE = 0.1  # a decision that is less likely than this is not waited for
 
 
 _ROUNDING = 2e-7  # nats per token: no smaller difference is evidence, however constant

@@ -4,7 +4,7 @@ A head is useful if its zero ablation raises the loss: its interval lies above 0
 the discoveries at the false discovery rate over all judged heads. It is not useful if more than
 the negligible is ruled out. Documents are added until one of the two is shown, or until neither
 is to be hoped for. Mean ablation, which decides nothing here, is measured for useful heads alone,
-on the documents of the first look.
+on five documents.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from headwise.proof.evaluation import HeadCost
 from headwise.proof.head_costs import Interventions, head_costs
 from headwise.proof.staged import (
     ERROR,
+    FIRST_LOOK,
     HOPE,
     METHOD,
     Staged,
@@ -128,7 +129,7 @@ def judge_heads(
 
     found = Usefulness(chosen, in_stages(looks, tokens, (len(chosen), 1), measure, undecided))
     useful = [head for head, yes in zip(chosen, found.useful(), strict=True) if yes]
-    return replace(found, mean=_mean_costs(model, documents[: looks.sizes[0]], useful, means))
+    return replace(found, mean=_mean_costs(model, documents[:FIRST_LOOK], useful, means))
 
 
 def _mean_costs(
