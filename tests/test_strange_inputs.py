@@ -317,12 +317,7 @@ def test_quantised_heads_are_read_and_ablated_but_not_operated_on(tmp_path):
         lambda: check(loaded),
         lambda: triage(loaded, found, desk.HELD, heads="L1H0"),
         lambda: repair(loaded, None, desk.TEXTS, out=tmp_path / "run", treatment="auto"),
-        lambda: (
-            plan_for(loaded.model)
-            and repair(
-                loaded, plan_for(loaded.model), desk.TEXTS, desk.RECIPE, out=tmp_path / "run"
-            )
-        ),
+        lambda: repair(loaded, desk.plan(), desk.TEXTS, desk.RECIPE, out=tmp_path / "run"),
     ):
         with pytest.raises(HeadwiseError, match=r"are quantised(?s:.*)before it is quantised"):
             work()
