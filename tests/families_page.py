@@ -85,6 +85,28 @@ REFUSED = """
 """
 
 
+PACKED = """
+## Half precision and quantised weights
+
+float16 and bfloat16 directories load as float32 on a CPU (`--dtype` asks for another), and train through float32 masters. GGUF files are
+de-quantised to float32; tiny llamas in F32, F16, BF16, Q8_0, Q5_0, Q5_1, Q4_0 and Q4_1 come back as what was written
+(`tests/test_gguf.py`). Projections that stay packed are read through what they compute: `diagnose`, `evaluate`, `capture` and
+`complete` work, `check`, `triage`, `repair` and `apply` are refused before anything is written, with the way out (operate on the float checkpoint,
+then quantise). The first-order estimate is left out of their evaluation, because packed kernels may pass no gradient on.
+
+| library | version | tiny llama on a CPU |
+|---|---|---|
+| torchao, int8 weights | 0.18.0 | reads, refuses operations |
+| bitsandbytes, 8 and 4 bits | 0.50.2 | reads, refuses operations |
+| GPTQ (gptqmodel, with optimum) | 7.7.0 | reads, refuses operations |
+| optimum-quanto | 0.2.7 | not tried: transformers does not save such a model |
+| compressed-tensors | 0.20.0 | not tried: transformers wants a checkpoint that is quantised already |
+| HQQ | 0.2.8 | not tried: this transformers does not load it |
+
+Tried by hand on 2026-11-18, in an environment apart; the tests have a stand-in with whole numbers in buffers (`tests/test_strange_inputs.py`).
+"""
+
+
 def tried(family: str) -> str:
     """The odd things about a family and its tiny models."""
     row = ARCHITECTURES[family]
@@ -115,7 +137,7 @@ def page() -> str:
     for family, reason in NOT_SEPARABLE.items():
         reasons[reason].append(family)
     lines += [f"| {', '.join(names)} | {reason} |\n" for reason, names in reasons.items()]
-    return "".join(lines)
+    return "".join([*lines, PACKED])
 
 
 if __name__ == "__main__":

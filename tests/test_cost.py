@@ -9,11 +9,12 @@ import pytest
 from typer.testing import CliRunner
 
 from conftest import tiny_language_model, tiny_tokenizer
-from headwise import evaluate, hub
+from headwise import evaluate
 from headwise.cli import app, cost
 from headwise.cli.cost import Cost, estimate_cost, require_affordable
 from headwise.errors import ModelError, SettingsError
 from headwise.heads import Head
+from headwise.integrity import hub
 from headwise.models.architectures import geometry_of
 from headwise.models.loading import load_model
 from headwise.plasticity.writer import vector_bytes

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from headwise.errors import SettingsError
-from headwise.models.architectures import architecture_of, device_of, layers_of
+from headwise.models.architectures import architecture_of, device_of, layers_of, max_positions
 from headwise.models.stored_weights import StoredWeights, stored_weights
 from headwise.passes.streamed import embedding_by_rows, first_state, layer_at_hand, through
 from headwise.progress import Work
@@ -98,8 +98,7 @@ def _streamed_seconds_per_token(model: PreTrainedModel) -> float:
 
 
 def _probe_length(model: PreTrainedModel) -> int:
-    config = model.config.get_text_config()
-    return min(_PROBE, getattr(config, "max_position_embeddings", None) or _PROBE)
+    return min(_PROBE, max_positions(model) or _PROBE)
 
 
 def _vocabulary(model: PreTrainedModel) -> int:

@@ -28,6 +28,7 @@ from headwise.models.architectures import (
     backbone_of,
     device_of,
     geometry_of,
+    max_positions,
     projection_of,
     weight_of,
 )
@@ -85,8 +86,7 @@ def _numbers(config: Mapping[Any, Any]) -> Iterator[tuple[str, int]]:
 def proof_length(model: PreTrainedModel) -> int:
     """Tokens that pass every boundary by 64, as far as the model has positions."""
     wanted = max(SHORTEST, *(value + PAST for value in (0, *boundaries(model).values())))
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return min(wanted, int(most)) if most else wanted
+    return min(wanted, max_positions(model) or wanted)
 
 
 def random_ids(
@@ -253,6 +253,19 @@ def _dense_attention(model: PreTrainedModel, ids: Tensor) -> list[Tensor] | None
     return found if len(found) == len(attention_layers(model)) else None
 
 
+def _own_run(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """The model as it is: what it cannot run itself is no fault of a row."""
+    try:
+        logits: Tensor = model(ids, use_cache=False).logits
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise ModelError(
+            f"this {model.config.model_type!r} model does not run: {str(error)[:200]}",
+            where=model.config._name_or_path or None,
+            fix="check its config.json; transformers alone cannot run it either",
+        ) from None
+    return logits
+
+
 def _require_numbers(model: PreTrainedModel, logits: Iterable[Tensor]) -> None:
     """Refuse a model that gives NaN of its own: no difference from it means a thing."""
     if not all(bool(one.isfinite().any()) for one in logits):
@@ -270,7 +283,7 @@ def wrong_positions(model: PreTrainedModel, longest: int) -> tuple[Bool[Tensor, 
     Through the tap and the loss path at once, two forward passes in all.
     """
     ids = random_ids(model, 1, max(2, min(longest, proof_length(model))))
-    plain = model(ids, use_cache=False).logits
+    plain = _own_run(model, ids)
     _require_numbers(model, [plain])
     with tapped(model):
         hidden = backbone_of(model)(ids, use_cache=False).last_hidden_state

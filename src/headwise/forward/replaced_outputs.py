@@ -31,6 +31,7 @@ from headwise.models.architectures import (
     projection_of,
 )
 from headwise.models.offloading import held_tensor
+from headwise.models.spans import is_packed
 
 TOKENS = 2048  # a batch of replacements: enough for the GEMMs, little enough for the caches
 
@@ -118,8 +119,11 @@ def replaced_losses(
 
 
 def correctable(model: PreTrainedModel) -> bool:
-    """Whether a head's share may be subtracted: in half precision the difference is too rough."""
-    return torch.finfo(model.dtype).bits >= 32
+    """Whether a head's share may be subtracted: in half precision the difference is too rough.
+
+    A quantised output projection shows no share of a head.
+    """
+    return torch.finfo(model.dtype).bits >= 32 and not is_packed(model)
 
 
 @contextmanager

@@ -29,10 +29,11 @@ from headwise.forward.faithfulness import (
 )
 from headwise.forward.tap import Sight, tapped
 from headwise.heads import Head
-from headwise.models.architectures import backbone_of, geometry_of
+from headwise.models.architectures import backbone_of, geometry_of, require_groups
 from headwise.models.family import Role
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.slices import Span, head_spans, read_slices, spans_of, write_slices
+from headwise.models.spans import require_plain
 
 NUM_TOKENS = 12  # for the isolation of heads; `compare_runs` goes past windows and chunks
 
@@ -136,6 +137,8 @@ def check(model: LoadedModel | PreTrainedModel, *, seed: int = 0) -> HeadCheck:
     if isinstance(model, LoadedModel):
         model = model.model
     geometry = geometry_of(model)
+    require_groups(model)
+    require_plain(model)  # weights are moved here
     _require_row_fits(model)
     generator = torch.Generator().manual_seed(seed)
     ids = random_ids(model, 1, NUM_TOKENS, seed)

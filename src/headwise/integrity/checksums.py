@@ -88,7 +88,7 @@ def checked_rows(
     """The fields of each row; a damaged row, a missing, repeated or strange one is refused."""
     sealed = [isinstance(row, dict) and CHECKSUM in row for row in rows]
     if any(sealed) and not all(sealed):
-        require_same("", "", where, _PUT_BACK)
+        require_same("one of its rows", None, where, _PUT_BACK)
     return [_checked_row(row, place, run, where, free) for place, row in enumerate(rows)]
 
 

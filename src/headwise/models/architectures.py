@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headwise.errors import UnknownArchitectureError
+from headwise.errors import ModelError, UnknownArchitectureError
 from headwise.models.families import ARCHITECTURES, NOT_SEPARABLE
 from headwise.models.families.proposal import propose_rows
 from headwise.models.family import Architecture, Positions, Role
@@ -188,7 +188,8 @@ def weight_of(module: nn.Module) -> Tensor:
 def is_plain(module: nn.Module) -> bool:
     """Whether a projection is an ordinary matrix of floating-point numbers, not a packed one."""
     weight = getattr(module, "weight", None)
-    if not (type(module) is nn.Linear or is_transposed(module)):
+    falcon = isinstance(module, nn.Linear) and type(module).__name__ == "FalconLinear"
+    if not (type(module) is nn.Linear or falcon or is_transposed(module)):
         return False
     return isinstance(weight, Tensor) and type(weight.data) is Tensor and weight.is_floating_point()
 
@@ -217,6 +218,25 @@ def is_transposed(module: nn.Module) -> bool:
 def positions_of(model: PreTrainedModel) -> Positions:
     """How the model knows positions."""
     return architecture_of(model).positions
+
+
+def max_positions(model: PreTrainedModel) -> int | None:
+    """The positions the model was made for, None where it has no limit of its own."""
+    config = model.config.get_text_config()
+    named = [getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len")]
+    return min((int(limit) for limit in named if limit), default=None)
+
+
+def require_groups(model: PreTrainedModel) -> None:
+    """Refuse heads that cannot share keys evenly; such a model does not run."""
+    for layer in attention_layers(model):
+        shape = geometry_of(model, layer)
+        if shape.num_kv_heads < 1 or shape.num_heads % shape.num_kv_heads:
+            raise ModelError(
+                f"its config has {shape.num_heads} heads on {shape.num_kv_heads} key/value heads",
+                where=f"layer {layer} of {model.config._name_or_path or model.config.model_type}",
+                fix="correct num_key_value_heads in its config.json: it divides the heads",
+            )
 
 
 def alibi_slopes(model: PreTrainedModel) -> Float[Tensor, "head"] | None:

@@ -6,6 +6,7 @@ import hashlib
 from typing import get_args
 
 import torch
+from torch import Tensor
 from transformers import (
     PreTrainedModel,
 )
@@ -20,21 +21,25 @@ from headwise.models.architectures import (
 )
 from headwise.models.family import Role
 from headwise.models.model_info import ModelInfo
-from headwise.models.offloading import held_pieces, parameter_shapes
+from headwise.models.offloading import held_pieces, parameter_shapes, plain_parts
 from headwise.models.slices import head_spans
+from headwise.models.spans import is_packed
 from headwise.models.stored_weights import stored_weights
 
 _FINGERPRINT = "fingerprint"
+_KEPT = "_headwise_fingerprint"  # on the model itself
 
 
 def weight_fingerprint(model: PreTrainedModel) -> str:
     """SHA-256 over the names, types, shapes and bits of all weights.
 
     Of a streamed model it is kept until a weight is changed: to know it the model is read once.
+    Of a quantised one for good: its kernels may lay its numbers out anew when they first run.
     """
     stored = stored_weights(model)
     if stored is None:
-        return _fingerprint(model)
+        kept: str | None = vars(model).get(_KEPT)
+        return kept or _fingerprint(model)
     if _FINGERPRINT not in stored.known:
         stored.known[_FINGERPRINT] = _fingerprint(model)
     return stored.known[_FINGERPRINT]
@@ -45,9 +50,24 @@ def _fingerprint(model: PreTrainedModel) -> str:
     for name, shape in sorted(parameter_shapes(model).items()):
         digest.update(f"{name}{model.get_parameter(name).dtype}{tuple(shape)}".encode())
         for value in held_pieces(model, name):
-            raw = value.cpu().contiguous().reshape(-1).view(torch.uint8)
-            digest.update(raw.numpy().data)
+            digest.update(_raw(value))
+    if is_packed(model):  # some keep their numbers in buffers
+        for name, value in sorted(model.named_buffers()):
+            digest.update(f"{name}{value.dtype}{tuple(value.shape)}".encode())
+            digest.update(_raw(value))
     return digest.hexdigest()
+
+
+def keep_fingerprint(model: PreTrainedModel) -> None:
+    """Take the fingerprint of a quantised model before it runs."""
+    if is_packed(model):
+        vars(model)[_KEPT] = weight_fingerprint(model)
+
+
+def _raw(value: Tensor) -> bytes | memoryview:
+    parts = [p.detach().cpu().contiguous().reshape(-1) for p in plain_parts(value)]
+    bits = [part.view(torch.uint8).numpy().data for part in parts]
+    return bits[0] if len(bits) == 1 else b"".join(bits)
 
 
 def describe_model(model: PreTrainedModel, name: str | None = None) -> ModelInfo:

@@ -20,7 +20,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from headwise.bundled import DATA
 from headwise.errors import ArtefactError, ModelError
-from headwise.models.architectures import device_of
+from headwise.models.architectures import device_of, max_positions
 from headwise.models.stored_weights import stored_weights
 
 NEEDED = 0.1  # nats per token that a BOS must be worth, or it is not worth having
@@ -112,8 +112,7 @@ def measure_both(
 ) -> tuple[float, float] | None:
     """Mean loss of the same tokens without and with a BOS; None where neither reads the text."""
     texts = [(DATA / "texts" / f"{name}.txt").read_text("utf-8") for name in _SAMPLES]
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    length = min(_TOKENS, int(positions or _TOKENS + 1) - 1)
+    length = min(_TOKENS, (max_positions(model) or _TOKENS + 1) - 1)
     bare = [_without_bos(tokenizer, text)[:length] for text in texts]
     rows = num_embeddings(model)
     if min(map(len, bare)) < 2 or max(map(max, bare)) >= rows:

@@ -20,6 +20,7 @@ from typing import (
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from headwise.alarms import Alarm
+from headwise.models.architectures import max_positions
 from headwise.models.description import describe_model
 from headwise.models.first_token import FirstToken, decide_first_token, num_embeddings
 from headwise.models.model_info import ModelInfo
@@ -83,9 +84,7 @@ class LoadedModel:
     @property
     def max_positions(self) -> int | None:
         """The positions the model was made for, None where it has no limit of its own."""
-        config = self.model.config.get_text_config()
-        limit = getattr(config, "max_position_embeddings", None)
-        return int(limit) if limit else None
+        return max_positions(self.model)
 
 
 @runtime_checkable  # so that the tests' type checks can look at it

@@ -32,13 +32,15 @@ from transformers.utils import logging as hf_logging
 
 from headwise.artefacts import is_there, read_json, to_json, write_text
 from headwise.errors import ModelError
-from headwise.hub import require_hub
-from headwise.models.architectures import architecture_of
+from headwise.integrity.hub import require_hub
+from headwise.models.architectures import architecture_of, require_groups
+from headwise.models.description import keep_fingerprint
 from headwise.models.first_token import decide_first_token
 from headwise.models.loaded_model import LoadedModel
-from headwise.models.offloading import held_tensor
+from headwise.models.offloading import held_tensor, plain_parts
 from headwise.models.patch import Patch
 from headwise.models.patient import PATIENTS, empty_patch_path, patient_dir
+from headwise.models.spans import is_packed
 from headwise.models.stored_weights import (
     StoredTensor,
     empty_model,
@@ -104,8 +106,11 @@ def load_model(
             model = _streamed_weights(path, options, dtype)
         else:
             model = _load_weights(source, options, dtype, device_map, allow_pickle)
-    _forget_quantization(model)
     architecture_of(model)
+    require_groups(model)
+    if not is_packed(model):
+        _forget_quantization(model)
+    keep_fingerprint(model)
     if name == "patient-empty":
         Patch.load(empty_patch_path()).apply(model, force=True)  # in any precision
     if stored_weights(model) is None:  # else each layer is looked at when it is read
@@ -300,10 +305,13 @@ def _from_pretrained(source: str, **options: Any) -> Any:
     except (ImportError, ValueError) as error:
         if not re.search("FlashAttention|attn_implementation", str(error)):
             raise
+    config = AutoConfig.from_pretrained(source, trust_remote_code=options["trust_remote_code"])
     try:
-        return AutoModelForCausalLM.from_pretrained(source, attn_implementation="sdpa", **options)
+        config._attn_implementation = "sdpa"  # an option would lose against what was saved
+        return AutoModelForCausalLM.from_pretrained(source, config=config, **options)
     except ValueError:  # not every family has it
-        return AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager", **options)
+        config._attn_implementation = "eager"
+        return AutoModelForCausalLM.from_pretrained(source, config=config, **options)
 
 
 def _places(device_map: str | Mapping[str, str | int] | None) -> str | dict[str, str | int] | None:
@@ -364,7 +372,8 @@ def _forget_quantization(model: PreTrainedModel) -> None:
 def require_finite(model: PreTrainedModel) -> None:
     """Refuse a model with NaN or infinite weights, naming the first one."""
     for name, _ in model.named_parameters():
-        if not bool(torch.isfinite(held_tensor(model, name)).all()):
+        parts = plain_parts(held_tensor(model, name))
+        if not all(bool(torch.isfinite(part).all()) for part in parts):
             raise ModelError(
                 f"weights hold NaN or infinity, first in {name}",
                 where=model.config._name_or_path or model.config.model_type,

@@ -29,6 +29,14 @@ def held_tensor(root: nn.Module, name: str) -> Tensor:
     return value.detach().to(hook.execution_device)
 
 
+def plain_parts(value: Tensor) -> list[Tensor]:
+    """The tensors that a packed one (torchao's and its like) is made of; itself if it is plain."""
+    if type(value) in (Tensor, nn.Parameter) or not hasattr(value, "__tensor_flatten__"):
+        return [value]
+    names, _ = value.__tensor_flatten__()
+    return [part for name in names for part in plain_parts(getattr(value, name))]
+
+
 def held_pieces(model: PreTrainedModel, name: str) -> Iterator[Tensor]:
     """A parameter in order, in pieces where it is stored in a file and need not be whole."""
     stored = stored_weights(model)

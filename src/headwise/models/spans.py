@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
 from transformers import PreTrainedModel
@@ -13,8 +13,10 @@ from headwise.heads import Head
 from headwise.models.architectures import (
     attention_layers,
     geometry_of,
+    is_plain,
     is_transposed,
     projection_name,
+    projection_of,
     widths,
 )
 from headwise.models.family import Role
@@ -25,9 +27,31 @@ _BIAS = re.compile(r"L(\d{1,6})\.o_bias")
 _ROLES: tuple[Role, ...] = ("q", "k", "v", "o")
 
 
+def require_plain(model: PreTrainedModel, layers: Iterable[int] | None = None) -> None:
+    """Refuse packed numbers: a quantised projection has no slices that could be written."""
+    for layer in sorted(attention_layers(model) if layers is None else layers):
+        for role in _ROLES:
+            module = projection_of(model, layer, role)
+            if not is_plain(module):
+                raise ArtefactError(
+                    f"the {role} weights of layer {layer} are quantised, and slices of them "
+                    "cannot be written",
+                    where=f"{projection_name(model, layer, role)}: {type(module).__name__}",
+                    fix="operate on the model before it is quantised (a float16 or bfloat16 "
+                    "checkpoint), and\nquantise the result; diagnose, evaluate and capture work",
+                )
+
+
+def is_packed(model: PreTrainedModel) -> bool:
+    """Whether some attention weights are quantised."""
+    layers = attention_layers(model)
+    return not all(is_plain(projection_of(model, n, role)) for n in layers for role in _ROLES)
+
+
 def require_heads_only(model: PreTrainedModel, spans: Mapping[str, Span], verb: str) -> None:
     """Refuse a span that is not where the architecture has what its name says."""
     layers = set(attention_layers(model))
+    require_plain(model)
     for name, span in spans.items():
         expected = _named(model, name, layers)
         if expected is None or span != expected:

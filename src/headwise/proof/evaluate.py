@@ -31,6 +31,7 @@ from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.model_info import ModelInfo
 from headwise.models.patch import Patch, applied
 from headwise.models.patch_info import PatchInfo
+from headwise.models.spans import is_packed
 from headwise.models.stored_weights import stored_weights
 from headwise.passes.readings import Measuring, alone, together
 from headwise.progress import Budget, Progress, Work, silent, stage, unlimited
@@ -379,6 +380,8 @@ def _first_order(
     exact: Mapping[str, HeadCost],
     singles: Sequence[Head],
 ) -> FirstOrder | None:
+    if is_packed(model):
+        return None  # packed kernels may pass no gradient on, without a word
     if stored_weights(model) is not None:
         return None  # a backward pass would read the model twice for every text
     # one text at a time: the backward pass keeps every activation

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from typing import get_args
 
 import torch
 from jaxtyping import Float
@@ -22,15 +21,13 @@ from headwise.heads import Head
 from headwise.models.architectures import (
     dense_weight,
     geometry_of,
-    is_plain,
-    projection_name,
     projection_of,
 )
 from headwise.models.description import weight_fingerprint
-from headwise.models.family import Role
 from headwise.models.patch import Patch, Slice
 from headwise.models.patch_info import PatchInfo
 from headwise.models.slices import Span, head_spans, output_bias_span, read_slices, spans_of
+from headwise.models.spans import require_plain
 from headwise.surgery.plan import SurgeryPlan
 
 
@@ -48,7 +45,7 @@ def require_planned_model(model: PreTrainedModel, plan: SurgeryPlan, *, force: b
     """Refuse a plan that was made for another model; returns the fingerprint of the weights."""
     geometry = geometry_of(model)
     _require_equal_layers(model)
-    _require_plain_weights(model, plan)
+    require_plain(model, {head.layer for head in plan.target_heads})
     shape = (plan.model.num_layers, plan.model.num_heads, plan.model.num_kv_heads)
     actual = (geometry.num_layers, geometry.num_heads, geometry.num_kv_heads)
     if shape != actual:
@@ -76,20 +73,6 @@ def _require_equal_layers(model: PreTrainedModel) -> None:
             where=f"model_type={model.config.model_type!r}",
             fix="diagnose, evaluate and capture work; surgery needs layers that are alike",
         )
-
-
-def _require_plain_weights(model: PreTrainedModel, plan: SurgeryPlan) -> None:
-    for layer in sorted({head.layer for head in plan.target_heads}):
-        for role in get_args(Role):
-            module = projection_of(model, layer, role)
-            if not is_plain(module):
-                raise ArtefactError(
-                    f"the {role} weights of layer {layer} are quantised, and slices of them "
-                    "cannot be written",
-                    where=f"{projection_name(model, layer, role)}: {type(module).__name__}",
-                    fix="operate on the model before it is quantised (a float16 or bfloat16 "
-                    "checkpoint), and quantise the result",
-                )
 
 
 def operate(

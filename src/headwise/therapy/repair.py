@@ -8,6 +8,7 @@ from pathlib import Path
 from headwise.diagnosis.diagnose import diagnose
 from headwise.integrity.locks import one_writer
 from headwise.models.loaded_model import LoadedModel, takes_model
+from headwise.models.spans import require_plain
 from headwise.progress import Budget, Progress, Work, silent, stage, unlimited
 from headwise.settings import changed
 from headwise.surgery.modes import TRAINED, Mode, require_treated_mode
@@ -48,11 +49,12 @@ def repair(
 ) -> RepairRun:
     """Repair in one mode and write `out/`; the model is left as it was, the result is the patch.
 
-    Without a `recipe` one is fitted; `changes` to it come last. The first token is the plan's.
-    `treatment="auto"` chooses per head (no plan: sick ones) and ends in an empty patch unless
-    validation text shows a gain with 95% confidence. `keep` texts hold it to what stock says.
+    Without a `recipe` one is fitted; `changes` come last. `treatment="auto"` chooses per head (no
+    plan: sick ones) and ends in an empty patch unless validation text shows a gain with 95%
+    confidence. `keep` texts hold it to what stock says.
     """
     loaded = loaded.starting_with(bos).inheriting(None if plan is None else plan.bos, "the plan")
+    require_plain(loaded.model)
     stage("tokenising the corpus", progress)
     blocks, chosen = cut_corpus(loaded, corpus, recipe, treatment, changes or {}, excluded)
     stage(told_recipe(chosen, loaded, blocks.info.train_tokens), progress)

@@ -31,6 +31,7 @@ from headwise.heads import Head, format_heads, select_heads
 from headwise.models.description import weight_fingerprint
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.patch import Patch
+from headwise.models.spans import require_plain
 from headwise.progress import Budget, Progress, Work, silent, unlimited
 from headwise.proof.head_costs import Interventions, head_costs
 from headwise.proof.staged import METHOD, Staged, discoveries, document_order, in_stages, looks_at
@@ -80,6 +81,7 @@ def triage(
     hears how much work it is, before it starts.
     """
     chosen = settings or TriageSettings()
+    require_plain(loaded.model)
     loaded = _first_token(loaded, bos, diagnosis)
     if not force and weight_fingerprint(loaded.model) != diagnosis.model.fingerprint:
         raise ArtefactError(
