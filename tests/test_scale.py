@@ -42,6 +42,7 @@ def test_the_written_model_loads_whole_and_streamed_and_its_weights_differ(tmp_p
     first, second = (layer.mlp.dense_h_to_4h.weight for layer in plain.model.transformer.h)
     assert not torch.equal(first, second)
     assert len(plain.model.transformer.word_embeddings.weight.unique(dim=0)) == TINY.vocabulary
+    assert plain.model(torch.arange(8)[None]).logits.std() > 0.01  # no norm is 0
 
 
 def test_the_peak_of_a_limited_process_is_its_own_and_the_limit_holds(tmp_path):

@@ -158,7 +158,7 @@ def _random(name: str, shape: tuple[int, ...], pool: Any) -> Any:
     import torch
 
     if len(shape) < 2:
-        return torch.ones(shape) if name.endswith("norm.weight") else torch.zeros(shape)
+        return torch.ones(shape) if name.endswith(".weight") else torch.zeros(shape)  # of norms
     count, start = math.prod(shape), int(torch.randint(len(pool), ()))
     found = torch.empty(count)
     filled = 0
