@@ -37,10 +37,7 @@ def study(
     quiet: Quiet = False,
 ) -> None:
     """Run arms x seeds on one model, then compare them with statistics; resumable."""
-    from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import console, cost_tables
-    from headwise.studies.estimate import estimate_study
-    from headwise.studies.run import run_study
     from headwise.studies.study import load_study, new_study
 
     screen = console(quiet)
@@ -51,11 +48,16 @@ def study(
     if file is None:
         raise typer.BadParameter("name a study file, or a model with --init")
     asked = load_study(file)
+    from headwise.studies.estimate import estimate_study  # late: what is above needs no torch
+
     folder = out or Path("out") / asked.name
     for item in cost_tables(asked.name, [cost.row for cost in estimate_study(asked, folder)]):
         screen.print(item)
     if dry_run:
         return
+    from headwise.cli.progress_bar import progress_bars
+    from headwise.studies.run import run_study
+
     going_on = resumable("the same command goes on where it stopped")
     with going_on, progress_bars(quiet) as progress:
         run_study(
