@@ -22,15 +22,24 @@ def made(kind, dice, **given):
     """A row with numbers of every length."""
     values = {}
     for name, annotation in typing.get_type_hints(kind).items():
-        number = dice.random() * 10 ** dice.randint(-9, 5)
+        number = dice.random() * 10 ** dice.randint(*SIZES[dice.sizes])
         whole = "int" in str(annotation) and "float" not in str(annotation)
         values[name] = "words of it" if annotation is str else round(number) if whole else number
     return kind(**{**values, **given})
 
 
-def rows_of(name):
-    dice = random.Random(3)
-    cases = [(length, way) for length in (512, 2048) for way in (*repair.WAYS, *diagnose.WAYS)]
+SIZES = {"like": (3, 3), "mixed": (-9, 5)}  # powers of ten
+
+
+class Dice(random.Random):
+    sizes = "like"
+
+
+def rows_of(name, sizes):
+    dice = Dice(3)
+    dice.sizes = sizes
+    ways = repair.WAYS if name == "repair" else diagnose.WAYS
+    cases = [(length, way) for length in (512, 2048) for way in ways]
     grown = {"case": "ablation", "grows": "heads a layer", "sizes": "256 512 1024 2048"}
     return {
         "repair": [made(repair.RepairRow, dice, length=n, way=w) for n, w in cases],
@@ -44,9 +53,10 @@ def rows_of(name):
     }[name]
 
 
+@pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("name", ["repair", "diagnose", "ablation", "plasticity", "scale"])
-def test_tables_are_whole_in_80_columns(name):
-    rows = to_plain(rows_of(name))
+def test_tables_are_whole_in_80_columns(name, sizes):
+    rows = to_plain(rows_of(name, sizes))
     screen = Console(width=80, file=io.StringIO(), highlight=False, soft_wrap=True)
     for item in bench_tables(name, rows):
         screen.print(item)
