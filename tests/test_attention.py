@@ -240,6 +240,11 @@ def test_the_largest_logit_is_the_largest_of_all_pairs(case, kv_heads, monkeypat
     found = max_logits(scores, lse, real)
     torch.testing.assert_close(found.value, expected, rtol=1e-5, atol=1e-4)
     assert torch.equal(found.value, found.upper)  # exact, and said so
+    known = moments(scores, lse).largest
+    assert (known is not None) == scores.is_plain
+    if known is not None:
+        told = max_logits(scores, lse, real, known)
+        torch.testing.assert_close(told.value, expected, rtol=1e-5, atol=1e-4)
     monkeypatch.setattr("headwise.forward.max_logit.EXACT_LENGTH", 10)
     bounds = max_logits(scores, lse, real)
     assert (bounds.value <= expected + 1e-4).all()

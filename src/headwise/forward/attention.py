@@ -169,6 +169,7 @@ class Moments:
 
     entropy: Float[Tensor, "batch head query"]  # nats
     mean_key: Float[Tensor, "batch head query"]  # expected key position
+    largest: Float[Tensor, "batch head query"] | None = None  # ln of the largest share, where known
 
 
 def moments(scores: Scores, lse: Float[Tensor, "batch head query"]) -> Moments:
@@ -196,7 +197,8 @@ def _blocked_moments(scores: Scores, lse: Tensor) -> Moments:
     for start in range(0, scores.length, size):
         stop = min(start + size, scores.length)
         rows = q[:, :, start:stop].flatten(1, 2)
-        sums = rows.new_zeros(3, *rows.shape[:2])  # of p, of p log2 p, of p j
+        sums = rows.new_zeros(4, *rows.shape[:2])  # of p, of p log2 p, of p j; the largest log2 p
+        sums[3] = MASKED
         for first in range(0, stop, KEYS):
             last = min(first + KEYS, stop)
             shape = (*rows.shape[:2], last - first)
@@ -205,13 +207,15 @@ def _blocked_moments(scores: Scores, lse: Tensor) -> Moments:
             if last - 1 > start:
                 later = position[None, first:last] > position[start:stop, None]
                 log_p.unflatten(1, (-1, stop - start)).masked_fill_(later, MASKED)
+            torch.maximum(sums[3], log_p.amax(-1), out=sums[3])
             sums[0] += torch.exp2(log_p, out=p).sum(-1)
             sums[2] += p @ position[first:last]
             sums[1] += p.mul_(log_p).sum(-1)
         found.append(sums.unflatten(2, (-1, stop - start)))
-    whole, bits, at = torch.cat(found, 3).reshape(3, *lse.shape)
+    whole, bits, at, top = torch.cat(found, 3).reshape(4, *lse.shape)
     whole = whole.clamp_min(1e-30)  # a query without any key; else 1 but for lse's rounding
-    return Moments(((whole.log2() - bits / whole) * math.log(2)).clamp_min(0), at / whole)
+    entropy = ((whole.log2() - bits / whole) * math.log(2)).clamp_min(0)
+    return Moments(entropy, at / whole, top * math.log(2))
 
 
 def _in_powers_of_two(
