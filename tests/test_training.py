@@ -14,7 +14,7 @@ import torch
 
 from conftest import SENTENCES, tiny_model
 from headwise.errors import SettingsError, TextError, TrainingError
-from headwise.forward import losses as losses_module, tiled_losses
+from headwise.forward import losses as losses_module
 from headwise.forward.losses import shifted_targets, summed_loss, token_losses
 from headwise.forward.tap import tapped
 from headwise.models.architectures import layers_of
@@ -132,9 +132,9 @@ def test_the_tiles_of_an_output_head_do_not_change_the_losses(family, monkeypatc
         logits = losses_module.logits_of(model, hidden).double().transpose(1, 2)
     expected = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
     for rows, tokens, cached in ((1024, 4096, 2**16), (7, 4096, 300), (7, 40, 90), (50, 97, 1)):
-        monkeypatch.setattr(tiled_losses, "ROWS", rows)
-        monkeypatch.setattr(tiled_losses, "TOKENS", tokens)
-        monkeypatch.setattr(tiled_losses, "CACHED", cached)
+        monkeypatch.setattr(losses_module, "_TILE_ROWS", rows)
+        monkeypatch.setattr(losses_module, "_TILE_TOKENS", tokens)
+        monkeypatch.setattr(losses_module, "_CACHED_LOGITS", cached)
         found = token_losses(model, hidden, targets)
         assert torch.allclose(found.double(), expected, rtol=0, atol=3e-6)
 

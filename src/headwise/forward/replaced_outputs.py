@@ -152,7 +152,8 @@ def _output_weights(
     """The output projection of a layer, head by head; the values of one stand together."""
     weight = held_tensor(model, f"{projection_name(model, layer, 'o')}.weight")
     rows = weight if is_transposed(projection_of(model, layer, "o")) else weight.T
-    return rows.unflatten(0, (heads, -1))
+    by_head: Tensor = rows.unflatten(0, (heads, -1))
+    return by_head
 
 
 def _replacing(replaced: Sequence[Replaced]) -> Reader:
