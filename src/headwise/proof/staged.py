@@ -99,6 +99,8 @@ class Staged:
         Foreseen from the row's own documents, as if those to come were like them. Giving a row up
         by this rule makes no discovery, so intervals and rates hold as they are.
         """
+        from scipy.stats import t as student  # late: slow to load
+
         size, share = self.documents[row], self.looks.shares[-1]
         value, deviation = _ratio(self.deltas[row, 0, :size], self.tokens[:size])
         seen = self.tokens[:size].sum() / self.tokens.sum()
