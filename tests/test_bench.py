@@ -44,6 +44,7 @@ def rows_of(name, sizes):
     return {
         "repair": [made(repair.RepairRow, dice, length=n, way=w) for n, w in cases],
         "diagnose": [made(diagnose.DiagnoseRow, dice, length=n, way=w) for n, w in cases],
+        "a long path": [made(diagnose.DiagnoseRow, dice, model="/a" * 40)],
         "ablation": [made(ablation.AblationRow, dice)],
         "plasticity": [made(plasticity.PlasticityRow, dice, dim=n) for n in (64, 128)],
         "scale": [
@@ -54,7 +55,9 @@ def rows_of(name, sizes):
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("name", ["repair", "diagnose", "ablation", "plasticity", "scale"])
+@pytest.mark.parametrize(
+    "name", ["repair", "diagnose", "ablation", "plasticity", "scale", "a long path"]
+)
 def test_tables_are_whole_in_80_columns(name, sizes):
     rows = to_plain(rows_of(name, sizes))
     screen = Console(width=80, file=io.StringIO(), highlight=False, soft_wrap=True)

@@ -95,6 +95,7 @@ def print_sheets(sheets: Iterable[Sheet], quiet: bool) -> None:
 
 
 _SCREEN = 80  # columns of the narrowest terminal in use
+_LONG = 40  # characters of a cell that stands below the table instead
 _BETWEEN = 3  # columns between two cells
 _MARGIN = 11  # columns before the first head of a grid
 
@@ -110,7 +111,9 @@ def bench_tables(name: str, rows: Sequence[Mapping[str, object]]) -> list[Table 
 def _bench_kind(name: str, rows: Sequence[Mapping[str, object]]) -> list[Table | str]:
     """One table, or several where it would be too wide; what is the same in all stands below."""
     keys = [key for key in rows[0] if key != "note"]
-    same = [key for key in keys if len(rows) > 1 and len({str(row.get(key)) for row in rows}) == 1]
+    same = [key for key in keys if len({str(row.get(key)) for row in rows}) == 1]
+    if len(rows) == 1:  # a table of it, but for a path that would be cut
+        same = [key for key in same if len(shown(rows[0].get(key))) > _LONG]
     told = [key for key in keys if key not in same]
     cells = [[row.get(key) for key in told] for row in rows]
     headings = [key.replace("_", " ") for key in told]  # wrap at blanks

@@ -151,7 +151,7 @@ def bench(
         typer.Argument(help="diagnose, repair, ablation, triage, plasticity, scale, gpu or all"),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Small sizes: all but gpu in about five minutes.")
+        bool, typer.Option("--quick", help="Small sizes: all but gpu, in minutes.")
     ] = False,
     model: Annotated[str | None, typer.Option(help="Model for `diagnose` and `triage`.")] = None,
     repeats: Annotated[int, typer.Option(help="Runs of each case.", min=1)] = 3,
