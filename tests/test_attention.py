@@ -122,7 +122,7 @@ def test_output_and_log_sum_exp_equal_the_dense_ones(case, kv_heads):
 
 @pytest.mark.parametrize("kv_heads", KV_HEADS)
 @pytest.mark.parametrize("case", CASES)
-def test_moments_and_masses_equal_the_dense_ones(case, kv_heads):
+def test_moments_and_masses_equal_the_dense_ones(case, kv_heads, monkeypatch):
     scores, v = make(case, kv_heads)
     at = readable(scores)
     log_p, _, lse = dense(scores, v)
@@ -135,6 +135,10 @@ def test_moments_and_masses_equal_the_dense_ones(case, kv_heads):
     computed = [moments(scores, got_lse), attention._tiled_moments(scores)]
     if scores.is_plain:
         computed.append(attention._fused_moments(scores, got_lse))
+        monkeypatch.setattr(attention, "KEYS", 48)  # many blocks, none of them even
+        monkeypatch.setattr(attention, "BLOCK", 2 * HEADS * 48 * 33)
+        computed.append(attention._blocked_moments(scores, got_lse))
+        assert torch.isfinite(computed[-1].entropy).all()  # also where a query sees no key
     for moment in computed:
         assert error(moment.entropy, entropy, at) < 2e-4  # one query; a head's mean is 10x better
         assert (moment.entropy - entropy).where(at, 0.0).mean(-1).abs().max() < 1e-5
@@ -236,6 +240,11 @@ def test_the_largest_logit_is_the_largest_of_all_pairs(case, kv_heads, monkeypat
     found = max_logits(scores, lse, real)
     torch.testing.assert_close(found.value, expected, rtol=1e-5, atol=1e-4)
     assert torch.equal(found.value, found.upper)  # exact, and said so
+    known = moments(scores, lse).largest
+    assert (known is not None) == scores.is_plain
+    if known is not None:
+        told = max_logits(scores, lse, real, known)
+        torch.testing.assert_close(told.value, expected, rtol=1e-5, atol=1e-4)
     monkeypatch.setattr("headwise.forward.max_logit.EXACT_LENGTH", 10)
     bounds = max_logits(scores, lse, real)
     assert (bounds.value <= expected + 1e-4).all()

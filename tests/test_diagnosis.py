@@ -8,13 +8,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 from conftest import SENTENCES, tiny_language_model, tiny_model
 from eager import eager_measures
 from headwise import Diagnosis, diagnose
 from headwise.cli.show import drawn, head_grid
+from headwise.diagnosis.bimodality import _density
 from headwise.diagnosis.dormancy import activation_dormancy, weight_dormancy
 from headwise.diagnosis.measures import MEASURES, positional_baseline
+from headwise.diagnosis.survey import rank_correlation
 from headwise.diagnosis.values import (
     Thresholds,
     classify,
@@ -251,6 +254,16 @@ def test_a_model_without_sick_heads_has_an_empty_band():
     assert diagnosis.band.indices == ()
     assert diagnosis.band_heads == []
     assert diagnosis.threshold_sweep.valley.depth == 0
+
+
+def test_densities_and_rank_correlations_are_those_of_scipy():
+    values = np.random.default_rng(0).beta(0.4, 0.6, 48)
+    grid = np.linspace(0, 1, 201)
+    expected = stats.gaussian_kde(values)(grid)
+    np.testing.assert_allclose(_density(values, grid), expected, rtol=1e-10)
+    slopes, tied = np.geomspace(0.5, 0.004, 48), values.round(1)
+    rho = stats.spearmanr(slopes, tied).statistic
+    assert rank_correlation(slopes, tied) == pytest.approx(rho, abs=1e-12)
 
 
 def test_the_sweep_counts_and_sees_a_valley_only_where_there_is_one():

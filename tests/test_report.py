@@ -14,6 +14,7 @@ from dataclasses import replace
 import pytest
 
 from filmed import film_in
+from headwise.alarms import Alarm
 from headwise.diagnosis.survey import survey as survey_of
 from headwise.errors import ArtefactError, HeadwiseError
 from headwise.intervals import Interval
@@ -355,6 +356,23 @@ def test_an_effect_that_is_none_or_not_sure_is_not_called_a_gain():
     assert str(Effect(0.0, 3.0, 7.0)) == "Perplexity stays at 20.09."
     told = "Perplexity goes from 20.09 to 19.99, which may be chance."
     assert str(Effect(-0.005, 3.0, 7.0, sure=False)) == told
+
+
+def alarmed(source, stock):
+    """The source with an alarm on its runs, or on its stock as well."""
+    found = (Alarm("loss-above-unigram", "heldout: loss 9.00 nats per token"),)
+    runs = tuple(replace(c, evaluation=replace(c.evaluation, alarms=found)) for c in source.runs)
+    before = replace(source.stock.evaluation, alarms=found if stock else ())
+    return replace(source, runs=runs, stock=replace(source.stock, evaluation=before))
+
+
+def test_a_model_that_only_the_operation_made_unreadable_is_called_ruined(study):
+    ruined = judge(alarmed(read_source(study), stock=False))
+    assert ruined.headline.startswith("The operation ruined the model")
+    assert ruined.tone == "bad"
+    assert ruined.alarms
+    unread = judge(alarmed(read_source(study), stock=True))
+    assert "do not believe these numbers" in unread.headline
 
 
 def test_a_bare_diagnosis_of_another_family_has_no_empty_columns_and_no_figures(tmp_path):

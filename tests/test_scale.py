@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, replace
+import subprocess
+import sys
+from dataclasses import astuple, fields, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from headwise.bench.scale import Shape, fitted_exponent, write_model
+from headwise.bench.scale import Shape, fitted_exponent, limited, write_model
 from headwise.bench.sizing import (
     MACHINES,
     SHAPES,
@@ -39,6 +42,17 @@ def test_the_written_model_loads_whole_and_streamed_and_its_weights_differ(tmp_p
     first, second = (layer.mlp.dense_h_to_4h.weight for layer in plain.model.transformer.h)
     assert not torch.equal(first, second)
     assert len(plain.model.transformer.word_embeddings.weight.unique(dim=0)) == TINY.vocabulary
+    assert plain.model(torch.arange(8)[None]).logits.std() > 0.01  # no norm is 0
+
+
+def test_the_peak_of_a_limited_process_is_its_own_and_the_limit_holds(tmp_path):
+    ours = np.ones(400_000_000, dtype=np.uint8)  # what the process is started from does not count
+    small = [sys.executable, "-c", "x = bytearray(50_000_000)"]
+    peak, seconds = limited(small, 2.0, tmp_path)
+    assert 50_000_000 < peak < 150_000_000 < ours.nbytes
+    assert seconds > 0
+    with pytest.raises(subprocess.CalledProcessError, match="bytearray"):
+        limited([sys.executable, "-c", "x = bytearray(3_000_000_000)"], 2.0, tmp_path)
 
 
 def test_the_exponent_of_a_power_law_is_found():
@@ -106,3 +120,17 @@ def test_the_page_has_the_memory_that_the_code_counts():
     page = (DOCS / "scale.md").read_text()
     for row in memory_rows():
         assert "| " + " | ".join(map(str, astuple(row))) + " |" in page
+
+
+def test_the_times_on_the_page_follow_from_the_layers_on_the_page():
+    lines = (DOCS / "scale.md").read_text().splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "|" in line]
+    names = {shape.name for shape in SHAPES}
+    tables = [row for row in cells if row and row[0] in names]
+    measured = [row for row in tables if len(row) == len(fields(LayerRow))]
+    rows = [
+        LayerRow(row[0], *(float(cell) if cell else None for cell in row[1:])) for row in measured
+    ]
+    assert [row.model for row in rows] == [shape.name for shape in SHAPES]
+    for row in times(rows):
+        assert list(astuple(row)) in tables

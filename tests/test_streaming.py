@@ -255,6 +255,23 @@ def test_free_memory_respects_the_limit_of_the_process():
     assert free > 2**20
 
 
+def test_a_model_is_made_without_room_for_its_largest_weight(tmp_path, monkeypatch):
+    folder = saved("llama", tmp_path)
+    made = []
+    empty = torch.empty
+
+    def watched(*sizes, **options):
+        found = empty(*sizes, **options)
+        made.append(found)
+        return found
+
+    monkeypatch.setattr(torch.nn.modules.linear.torch, "empty", watched)
+    model = load_model(folder, bos=False, stream=True).model
+    assert made
+    assert all(one.is_meta for one in made if one.numel() > 1000)
+    assert not any(buffer.is_meta for buffer in model.buffers())
+
+
 def test_a_checkpoint_without_a_tensor_cannot_be_streamed(tmp_path):
     folder = saved("llama", tmp_path)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]

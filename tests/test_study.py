@@ -283,6 +283,15 @@ def test_a_dask_cluster_that_loses_a_worker_writes_the_bytes_of_one_process(tmp_
     assert contents(tmp_path) == expected
 
 
+def test_a_cluster_without_an_address_is_refused_before_anything_runs(
+    tmp_path, model_dir, corpus_dir
+):
+    path = write_study(tmp_path / "s.yaml", model_dir, corpus_dir)
+    with pytest.raises(SettingsError, match="needs a scheduler"):
+        run_study(load_study(str(path)), out=tmp_path / "out", backend="dask")
+    assert not (tmp_path / "out").exists()
+
+
 def study_command(path, out, *options):
     command = [sys.executable, "-m", "headwise.cli", "study", str(path), "--out", str(out)]
     return [*command, "--no-report", "--quiet", *options]

@@ -14,6 +14,7 @@ import torch
 
 from conftest import SENTENCES, tiny_model
 from headwise.errors import SettingsError, TextError, TrainingError
+from headwise.forward import losses as losses_module
 from headwise.forward.losses import shifted_targets, summed_loss, token_losses
 from headwise.forward.tap import tapped
 from headwise.models.architectures import layers_of
@@ -117,6 +118,25 @@ def test_the_chunks_of_a_loss_do_not_change_it(monkeypatch):
         found.append((float(loss.detach()), hidden.grad))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
     assert torch.allclose(found[0][1], found[1][1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["bloom", "gptj", "gemma2"])  # plain, with a bias, with a cap
+def test_the_tiles_of_an_output_head_do_not_change_the_losses(family, monkeypatch):
+    model = tiny_model(family)
+    batch = random_batch()
+    targets = shifted_targets(batch.ids, batch.lengths)
+    hidden = 3 * torch.randn(3, 24, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        if model.get_output_embeddings().bias is not None:
+            model.get_output_embeddings().bias.normal_()
+        logits = losses_module.logits_of(model, hidden).double().transpose(1, 2)
+    expected = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    for rows, tokens, cached in ((1024, 4096, 2**16), (7, 4096, 300), (7, 40, 90), (50, 97, 1)):
+        monkeypatch.setattr(losses_module, "_TILE_ROWS", rows)
+        monkeypatch.setattr(losses_module, "_TILE_TOKENS", tokens)
+        monkeypatch.setattr(losses_module, "_CACHED_LOGITS", cached)
+        found = token_losses(model, hidden, targets)
+        assert torch.allclose(found.double(), expected, rtol=0, atol=3e-6)
 
 
 @pytest.mark.parametrize("reinit", [True, False], ids=["reinitialised", "as-is"])

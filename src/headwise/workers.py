@@ -61,11 +61,16 @@ def _processes(count: int) -> Any:
     return joblib.parallel_config(backend="loky", n_jobs=count, inner_max_num_threads=1)
 
 
-def _dask(scheduler: str | None) -> Any:
-    if scheduler is None:
+def require_scheduler(backend: Backend, scheduler: str | None) -> None:
+    """Refuse a cluster that has no address, before any work is done."""
+    if backend == "dask" and scheduler is None:
         raise SettingsError(
             "the dask backend needs a scheduler", fix="give --scheduler tcp://HOST:PORT"
         )
+
+
+def _dask(scheduler: str | None) -> Any:
+    require_scheduler("dask", scheduler)
     try:
         return joblib.parallel_config(backend="dask", scheduler_host=scheduler)
     except (ImportError, ValueError, OSError) as error:

@@ -36,13 +36,16 @@ from headwise.values import OMITTED, from_plain, to_plain
 LENGTHS = (512, 2048, 4096)
 
 
-LONG = (8192,)  # headwise alone: one layer of eager attention would need 2.4 GB per copy
+LONG = (8192,)  # without eager: one layer of its attention would need 2.4 GB per copy
 
 
 WAYS = ("headwise", "sdpa", "eager", "eager-all", "transformer-lens")
 
 
 KEEPS_ALL = ("eager-all", "transformer-lens")
+
+
+LINEAR = ("headwise", "sdpa")  # in memory
 
 
 LENS_PYTHON = "HEADWISE_LENS_PYTHON"  # an interpreter that has transformer-lens
@@ -122,7 +125,7 @@ def bench_diagnose(
     with tempfile.TemporaryDirectory() as folder:
         name = _prepare(model, Path(folder))
         asked = [(length, way) for length in lengths for way in ways]
-        asked += [(length, "headwise") for length in long_lengths]
+        asked += [(length, way) for length in long_lengths for way in ways if way in LINEAR]
         cases = [Case(way, folder, length, repeats) for length, way in asked]
         for case in track(cases, "benchmark cases", progress):
             measured[case] = _run_case(case)

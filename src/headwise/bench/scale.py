@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -159,7 +158,7 @@ def _random(name: str, shape: tuple[int, ...], pool: Any) -> Any:
     import torch
 
     if len(shape) < 2:
-        return torch.ones(shape) if name.endswith("norm.weight") else torch.zeros(shape)
+        return torch.ones(shape) if name.endswith(".weight") else torch.zeros(shape)  # of norms
     count, start = math.prod(shape), int(torch.randint(len(pool), ()))
     found = torch.empty(count)
     filled = 0
@@ -177,11 +176,11 @@ def _streamed(
     sample.write_text("".join(json.dumps({"text": _text(n, length)}) + "\n" for n in range(texts)))
     read = _read_seconds(model)
     command = ["diagnose", str(model), "--texts", str(sample), "--max-length", str(length)]
-    command += ["--batch-size", "2", "--stream", "--no-bos", "--no-figures"]
+    command += ["--batch-size", "2", "--stream", "--no-bos", "--no-figures", "--quiet"]
     command += ["--out", str(folder / "d")]
-    started, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    peak = _limited([sys.executable, "-m", "headwise", *command], limit_gb)
-    wall, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+    started = time.perf_counter()
+    peak, cpu = limited([sys.executable, "-m", "headwise", *command], limit_gb, folder)
+    wall = time.perf_counter() - started
     found = json.loads((folder / "d" / "diagnosis.json").read_text())
     return StreamedRow(
         case=f"BLOOM, {shape.layers} layers of {shape.hidden}",
@@ -189,7 +188,7 @@ def _streamed(
         limit_gb=limit_gb,
         peak_gb=round(peak / GIGA, 2),
         wall_s=round(wall, 1),
-        cpu_s=round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 1),
+        cpu_s=round(cpu, 1),
         read_s=round(read, 1),
         time_to_read=round(wall / read, 1),
         texts=texts,
@@ -213,20 +212,31 @@ def _read_seconds(folder: Path) -> float:
     return time.perf_counter() - started
 
 
-def _limited(command: Sequence[str], limit_gb: float) -> int:
-    """Run with a limit on the address space; returns the largest resident size, in bytes."""
-    limit = int(limit_gb * GIGA)
+_LAUNCHER = """
+import json, resource, subprocess, sys
+limit, told, *command = sys.argv[1:]
+resource.setrlimit(resource.RLIMIT_AS, (int(limit), int(limit)))
+code = subprocess.run(command).returncode
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+with open(told, "w") as file:
+    json.dump([code, used.ru_maxrss * 1024, used.ru_utime + used.ru_stime], file)
+"""
 
-    def lower() -> None:
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
+def limited(command: Sequence[str], limit_gb: float, folder: Path) -> tuple[int, float]:
+    """Run with a limit on the address space; returns peak resident bytes, and CPU seconds.
+
+    A process begins with the peak of the one that it was forked from. So it is not started here,
+    where a model was just written, but by a small process of its own.
+    """
+    told = folder / "used.json"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
-    process = subprocess.Popen(command, preexec_fn=lower, env=environment)
-    _, status, used = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command)
-    return used.ru_maxrss * 1024
+    launcher = [sys.executable, "-c", _LAUNCHER, str(int(limit_gb * GIGA)), str(told)]
+    subprocess.run([*launcher, *command], env=environment, check=True)
+    code, peak, seconds = json.loads(told.read_text())
+    if code:
+        raise subprocess.CalledProcessError(code, list(command))
+    return int(peak), float(seconds)
 
 
 def _growth() -> Iterator[GrowthRow]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -280,7 +281,8 @@ def alarm(alarms: Sequence[Alarm], quiet: bool) -> None:
 
     from headwise.ranks import is_first
 
-    screen = Console(stderr=True, quiet=quiet or not is_first(), highlight=False, soft_wrap=True)
+    silent, log = quiet or not is_first(), not sys.stderr.isatty()
+    screen = Console(stderr=True, quiet=silent, highlight=False, soft_wrap=log)
     for found in alarms:
         screen.print(str(found), style="bold red", markup=False)
 

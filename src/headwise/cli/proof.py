@@ -322,11 +322,13 @@ def plasticity(
     """Measure how easily each head's preference between two keys changes as queries move on."""
     from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import console, plasticity_table
-    from headwise.plasticity.figures import plasticity_figures
-    from headwise.plasticity.run import measure_plasticity
 
     if (folder is None) == (config is None):
         raise typer.BadParameter("pass either a folder of captured vectors or --config")
+    console(quiet).print(f"reading {folder or config}", style="dim")
+    from headwise.plasticity.figures import plasticity_figures
+    from headwise.plasticity.run import measure_plasticity
+
     given = {
         "definition": choice(definition, "seed", "full", "empirical", "linear-diagonal"),
         "pairs": _pairs(pairs),
@@ -348,10 +350,11 @@ def plasticity(
             progress=progress,
             **{key: value for key, value in given.items() if value is not None},
         )
-    if figures and found.heads:
+    drawn = " and figures" if figures and found.heads else ""
+    if drawn:
         plasticity_figures(found, out)
     console(quiet).print(plasticity_table(found))
-    told = f"{found.caps}\nwrote tables, plasticity.json and figures in {out}"
+    told = f"{found.caps}\nwrote tables, plasticity.json{drawn} in {out}"
     console(quiet).print(told, style="dim")
     _end_on_failures(found.failures)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -52,7 +52,7 @@ def grid_of(layers: Sequence[int], cells: Sequence[Sequence[tuple[str, str]]]) -
     A cell is what it says and its colour, or no colour for a cell that says nothing.
     """
     heads = len(cells[0]) if cells else 0
-    wide = _MARGIN + 3 * heads <= _COLUMNS
+    wide = _MARGIN + 3 * heads <= _SCREEN
     text = Text("layer\\head ")
     numbers = (f"{h % 100:>3}" if wide else str(h % 10) for h in range(heads))
     text.append("".join(numbers) + "\n", style="dim")
@@ -65,22 +65,24 @@ def grid_of(layers: Sequence[int], cells: Sequence[Sequence[tuple[str, str]]]) -
     return text
 
 
-def drawn(found: Sheet) -> Table:
-    """A sheet as a table; numbers are right-aligned, and what is too long goes on below."""
-    headed = any(found.columns)
+def drawn(found: Sheet, *, whole: bool = False) -> Table:
+    """A sheet as a table; numbers are right-aligned, and what is too long goes on below.
+
+    `whole`: no word is cut, however narrow the terminal is.
+    """
     title = max(map(len, found.title.splitlines()), default=0)
     result = Table(
         title=found.title,
         title_justify="left",
         show_edge=False,
         pad_edge=False,
-        show_header=headed,
-        min_width=min(title, _COLUMNS),  # a narrow table would break its title
+        show_header=any(found.columns),
+        min_width=min(title, _SCREEN),  # a narrow table would break its title
     )
     for index, column in enumerate(found.columns):
-        result.add_column(
-            column, justify="right" if found.numeric(index) else "left", overflow="fold"
-        )
+        width = _column_width([column, *(row[index] for row in found.rows)]) if whole else None
+        side: Literal["right", "left"] = "right" if found.numeric(index) else "left"
+        result.add_column(column, justify=side, width=width, overflow="fold")
     for row in found.rows:
         result.add_row(*(shown(value) for value in row))
     return result
@@ -92,16 +94,9 @@ def print_sheets(sheets: Iterable[Sheet], quiet: bool) -> None:
         console(quiet).print(drawn(found))
 
 
-_COLUMNS = 80  # of the terminal that every summary fits
-
-
+_SCREEN = 80  # columns of the narrowest terminal in use
+_BETWEEN = 3  # columns between two cells
 _MARGIN = 11  # columns before the first head of a grid
-
-
-_WIDE = 6  # columns that a terminal of 80 has room for
-
-
-_CASES = 3  # cases side by side where measures stand one below the other
 
 
 def bench_tables(name: str, rows: Sequence[Mapping[str, object]]) -> list[Table | str]:
@@ -125,10 +120,36 @@ def _bench_kind(name: str, rows: Sequence[Mapping[str, object]]) -> list[Table |
         for row in rows
         if row.get("note")
     ]
-    if len(told) <= _WIDE:
-        return [drawn(sheet(name, headings, cells)), *below]
-    parts = [cells[start : start + _CASES] for start in range(0, len(cells), _CASES)]
-    return [*(drawn(_turned(name, headings, part)) for part in parts), *below]
+    if _width(zip(headings, *cells, strict=True)) <= _SCREEN:
+        return [drawn(sheet(name, headings, cells), whole=True), *below]
+    turned = [_turned(name, headings, part) for part in _parts(headings, cells)]
+    return [*(drawn(one, whole=True) for one in turned), *below]
+
+
+def _width(columns: Iterable[Sequence[object]]) -> int:
+    widths = [_column_width(column) for column in columns]
+    return sum(widths) + _BETWEEN * (len(widths) - 1)
+
+
+def _column_width(column: Sequence[object]) -> int:
+    """Of a column whose first row, the heading, may wrap at blanks and nothing else may."""
+    head, *cells = column
+    return max(len(word) for word in ["", *str(head).split(), *map(shown, cells)])
+
+
+def _parts(
+    headings: Sequence[str], cells: Sequence[Sequence[object]]
+) -> list[list[Sequence[object]]]:
+    """Cases that have room side by side, at least one."""
+    parts: list[list[Sequence[object]]] = []
+    first = max(map(len, headings))
+    for case in cells:
+        wide = [max(len(shown(value)) for value in one) for one in [*(parts or [[]])[-1], case]]
+        if parts and first + sum(wide) + _BETWEEN * len(wide) <= _SCREEN:
+            parts[-1].append(case)
+        else:
+            parts.append([case])
+    return parts
 
 
 def _turned(name: str, headings: Sequence[str], cells: Sequence[Sequence[object]]) -> Sheet:

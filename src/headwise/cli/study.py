@@ -37,10 +37,7 @@ def study(
     quiet: Quiet = False,
 ) -> None:
     """Run arms x seeds on one model, then compare them with statistics; resumable."""
-    from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import console, cost_tables
-    from headwise.studies.estimate import estimate_study
-    from headwise.studies.run import run_study
     from headwise.studies.study import load_study, new_study
 
     screen = console(quiet)
@@ -51,11 +48,16 @@ def study(
     if file is None:
         raise typer.BadParameter("name a study file, or a model with --init")
     asked = load_study(file)
+    from headwise.studies.estimate import estimate_study  # late: what is above needs no torch
+
     folder = out or Path("out") / asked.name
     for item in cost_tables(asked.name, [cost.row for cost in estimate_study(asked, folder)]):
         screen.print(item)
     if dry_run:
         return
+    from headwise.cli.progress_bar import progress_bars
+    from headwise.studies.run import run_study
+
     going_on = resumable("the same command goes on where it stopped")
     with going_on, progress_bars(quiet) as progress:
         run_study(
@@ -134,30 +136,45 @@ def _write_report(
     paper: bool | None = None,
 ) -> None:
     from headwise.cli.show import console
+
+    console(quiet).print(f"reading {source}, drawing figures", style="dim")
     from headwise.report.write import write_report
 
     path = write_report(source, out, before=before, after=after, triage=triage, paper=paper)
     console(quiet).print(f"look at {path}")
 
 
-@app.command()
+@app.command(epilog="Example: headwise bench --quick")
 def bench(
     what: Annotated[
-        str,
+        str | None,
         typer.Argument(help="diagnose, repair, ablation, triage, plasticity, scale, gpu or all"),
-    ] = "all",
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small sizes: all but gpu in about five minutes.")
+    ] = False,
     model: Annotated[str | None, typer.Option(help="Model for `diagnose` and `triage`.")] = None,
     repeats: Annotated[int, typer.Option(help="Runs of each case.", min=1)] = 3,
     out: Out = Path("out/bench"),
     quiet: Quiet = False,
 ) -> None:
     """The project's own benchmarks: each a ratio to a named peer, in one run."""
-    from headwise.bench.run import run_benchmarks
+    from headwise.bench.run import BENCHMARKS, run_benchmarks
     from headwise.cli.progress_bar import progress_bars
-    from headwise.cli.show import bench_tables, console
+    from headwise.cli.show import bench_tables, console, drawn
+    from headwise.sheets import sheet
 
+    screen = console(quiet)
+    if what is None and not quick:
+        listed = [[name, one.what, one.beside] for name, one in BENCHMARKS.items()]
+        screen.print(drawn(sheet("benchmarks", ("name", "of", "beside"), listed), whole=True))
+        screen.print("headwise bench NAME runs one, `all` all of them (hours), --quick small ones")
+        return
     with progress_bars(quiet) as progress:
-        found = run_benchmarks(what, model=model, repeats=repeats, out=out, progress=progress)
+        found = run_benchmarks(
+            what or "all", model=model, repeats=repeats, out=out, quick=quick, progress=progress
+        )
         for name, rows in found:
             for item in bench_tables(name, rows):
-                console(quiet).print(item)
+                screen.print(item)
+    screen.print(f"wrote bench_*.json in {out}", style="dim")

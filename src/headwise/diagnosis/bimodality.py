@@ -49,6 +49,15 @@ def threshold_sweep(mass: Float[np.ndarray, "layer head"]) -> ThresholdSweep:
     )
 
 
+def _density(
+    values: Float[np.ndarray, " head"], grid: Float[np.ndarray, " point"]
+) -> Float[np.ndarray, " point"]:
+    """Gaussian kernels of Scott's width (scipy's `gaussian_kde`, whose import takes a second)."""
+    width = values.std(ddof=1) * len(values) ** -0.2
+    kernels = np.exp(-0.5 * ((grid[:, None] - values[None]) / width) ** 2)
+    return np.asarray(kernels.mean(1) / (width * np.sqrt(2 * np.pi)))
+
+
 def _valley(values: Float[np.ndarray, " head"]) -> Valley:
     """Deepest dip of a kernel density below the highest points on both sides.
 
@@ -56,10 +65,8 @@ def _valley(values: Float[np.ndarray, " head"]) -> Valley:
     """
     if values.std() < 1e-6:
         return Valley()
-    from scipy.stats import gaussian_kde  # late: half a second that a plan does not need
-
     grid = np.linspace(0, 1, 201)
-    density = gaussian_kde(values)(grid)
+    density = _density(values, grid)
     left = np.maximum.accumulate(density)
     right = np.maximum.accumulate(density[::-1])[::-1]
     below = (values[None] <= grid[:, None]).mean(1)

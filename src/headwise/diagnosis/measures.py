@@ -273,7 +273,7 @@ def watched_measures(
 def _core_measures(
     sight: Sight, mass: Tensor, moment: Moments, weights: Tensor
 ) -> dict[str, Tensor]:
-    largest = max_logits(sight.scores, sight.lse, weights > 0)
+    largest = max_logits(sight.scores, sight.lse, weights > 0, moment.largest)
     return {
         "first_token_mass": _mean(mass, weights),
         "entropy": _mean(moment.entropy, weights),

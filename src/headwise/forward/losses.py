@@ -8,7 +8,7 @@ taken chunk by chunk in the forward pass, so logits are not kept for the backwar
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headwise.forward.replaced_forward import replaced_forward
-from headwise.forward.tiled_losses import tiled_losses
 from headwise.models.architectures import architecture_of
 from headwise.models.stored_weights import at_hand, stored_weights
 
@@ -34,7 +33,17 @@ _CHUNK_LOGITS = 2**26  # numbers alive at once, at most: 256 MiB in float32
 _CHUNK_ROWS = 256  # enough rows for a GEMM to be worth reading the output head's weights
 
 
+_TILE_ROWS, _TILE_TOKENS = 1024, 4096  # logits without a gradient: 16 MiB in float32
+
+
+_CACHED_LOGITS = 2**16  # that are summed at once: 256 KiB
+
+
 _CACHED_ROWS = 16  # rows of logits that softmax takes at once: they stay in the cache
+
+
+Adjust = Callable[[Tensor], Tensor]
+Logits = Float[Tensor, "row token"]
 
 
 def shifted_targets(
@@ -110,7 +119,7 @@ def _tiled(
 ) -> Float[Tensor, "row"]:
     """Tile by tile as the head's own forward, so that accelerate's hook brings its weights."""
     head, adjust = model.get_output_embeddings(), _scale_of(model).logits
-    with replaced_forward([head], lambda module, _: partial(tiled_losses, module, adjust)):
+    with replaced_forward([head], lambda module, _: partial(_tiled_losses, module, adjust)):
         found: Tensor = head.forward(hidden, targets)
     return found
 
@@ -268,3 +277,61 @@ def _autograd_chunk(
         leaf = hidden.detach().requires_grad_(True)
         loss = F.cross_entropy(logits_of(model, leaf).float(), targets, reduction="sum")
     return loss.detach(), torch.autograd.grad(loss, leaf)[0] if sloped else None
+
+
+def _tiled_losses(
+    head: nn.Module,
+    adjust: Adjust,
+    hidden: Float[Tensor, "row hidden"],
+    targets: Int[Tensor, "row"],
+) -> Float[Tensor, "row"]:
+    """Loss in nats of each row; `adjust` makes logits of what a linear head gives.
+
+    A whole row of logits is never needed: the log-sum-exps of its tiles give that of the row. Tiles
+    of many rows read the head's weights seldom: SmolLM2's, 113 MB, are multiplied at 92 GFLOP/s in
+    tiles of 4,096 tokens and at 72 whole with 256 rows.
+    """
+    assert isinstance(head.weight, Tensor)
+    losses = [torch.zeros(0, dtype=torch.float32, device=hidden.device)]
+    buffer = hidden.new_empty(min(_TILE_ROWS, len(hidden)) * min(_TILE_TOKENS, len(head.weight)))
+    with torch.no_grad():
+        for rows, wanted in zip(hidden.split(_TILE_ROWS), targets.split(_TILE_ROWS), strict=True):
+            if len(head.weight) <= _TILE_TOKENS:
+                logits = _projected(head, 0, rows, buffer)
+                losses += [_cross_entropy(adjust, *one) for one in _pieces(logits, wanted)]
+            else:
+                losses.append(_over_tiles(head, adjust, rows, wanted, buffer))
+    return torch.cat(losses)
+
+
+def _over_tiles(
+    head: nn.Module, adjust: Adjust, rows: Tensor, wanted: Tensor, buffer: Tensor
+) -> Float[Tensor, "row"]:
+    sums, own = [], torch.zeros(len(rows), dtype=torch.float32, device=rows.device)
+    for start in range(0, len(head.weight), _TILE_TOKENS):  # type: ignore[arg-type]
+        logits = _projected(head, start, rows, buffer)
+        here = ((wanted >= start) & (wanted < start + _TILE_TOKENS)).nonzero().squeeze(1)
+        own[here] = adjust(logits[here, wanted[here] - start].float())
+        pieces = [adjust(piece.float()).logsumexp(-1) for piece, _ in _pieces(logits, wanted)]
+        sums.append(torch.cat(pieces))
+    return torch.stack(sums).logsumexp(0) - own
+
+
+def _projected(head: nn.Module, start: int, rows: Tensor, buffer: Tensor) -> Logits:
+    """The head's answers for one tile of tokens, in memory that all tiles share."""
+    weight, bias = head.weight[start : start + _TILE_TOKENS], head.bias  # type: ignore[index]
+    logits = buffer[: len(rows) * len(weight)].view(len(rows), len(weight))
+    torch.mm(rows, weight.T, out=logits)
+    if isinstance(bias, Tensor):
+        logits += bias[start : start + _TILE_TOKENS]
+    return logits
+
+
+def _cross_entropy(adjust: Adjust, logits: Logits, wanted: Tensor) -> Float[Tensor, "row"]:
+    return F.cross_entropy(adjust(logits.float()), wanted, reduction="none")
+
+
+def _pieces(logits: Logits, wanted: Int[Tensor, "row"]) -> list[tuple[Tensor, Tensor]]:
+    """A few rows at a time, so that they stay in a core's cache."""
+    rows = max(1, _CACHED_LOGITS // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
+    return list(zip(logits.split(rows), wanted.split(rows), strict=True))

@@ -1,9 +1,10 @@
 """The largest attention logit of every head, exactly, without looking at most pairs.
 
-A query's log-sum-exp is never below its largest logit, so only queries whose log-sum-exp exceeds
-what was already found can hold a larger one. The few queries with the highest are looked at first;
-that settles sharp heads, the ones whose logits grow. The rest is looked at too, up to
-`EXACT_LENGTH` tokens; beyond it the value is a lower bound and `upper` says how far it may be off.
+On a CPU the pass that gives the entropy meets every pair and knows. Elsewhere: a query's
+log-sum-exp is never below its largest logit, so only queries whose log-sum-exp exceeds what was
+already found can hold a larger one. The few queries with the highest are looked at first; that
+settles sharp heads, the ones whose logits grow. The rest is looked at too, up to `EXACT_LENGTH`
+tokens; beyond it the value is a lower bound and `upper` says how far it may be off.
 """
 
 from __future__ import annotations
@@ -31,14 +32,21 @@ class MaxLogits:
 
 
 def max_logits(
-    scores: Scores, lse: Float[Tensor, "batch head query"], real: Bool[Tensor, "batch query"]
+    scores: Scores,
+    lse: Float[Tensor, "batch head query"],
+    real: Bool[Tensor, "batch query"],
+    largest: Float[Tensor, "batch head query"] | None = None,
 ) -> MaxLogits:
     """Largest logit over visible keys of real queries; a bias on keys counts from the query's own.
 
-    ALiBi is a bias m j on keys here; relative to key t it is the published -m (t - j).
+    ALiBi is a bias m j on keys here; relative to key t it is the published -m (t - j). `largest` is
+    the ln of each query's largest share of attention, if a pass over all pairs has found it.
     """
     reach = lse if scores.bias is None else lse - scores.bias[:, :, 0]
     reach = torch.where(real[:, None], reach, -torch.inf)
+    if largest is not None:
+        found = (reach + largest).amax(-1)
+        return MaxLogits(found, found)
     top, first = reach.topk(min(_FIRST, scores.length), dim=-1)
     value, upper = torch.empty_like(top[..., 0]), torch.empty_like(top[..., 0])
     for text, head in torch.cartesian_prod(*(torch.arange(n) for n in reach.shape[:2])).tolist():

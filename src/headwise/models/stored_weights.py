@@ -22,6 +22,7 @@ from accelerate.hooks import attach_align_device_hook
 from jaxtyping import Float, Int
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from headwise.artefacts import is_there, read_json, require_regular
@@ -41,6 +42,9 @@ PIECE = 2**24  # numbers of a weight that are read at once where it need not be 
 
 
 _WEIGHTS = "model.safetensors"
+
+
+_EMPTY = torch.empty
 
 
 _STORED = "_headwise_stored"  # on the model itself
@@ -188,10 +192,26 @@ def stored_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
+class _NoMemory(TorchFunctionMode):
+    """While open what modules make for their weights takes no memory, not even for a moment.
+
+    accelerate lets each weight be made and then throws it away: an embedding larger than what the
+    process may have would end it.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _EMPTY and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
+
+
 def empty_model(folder: Path, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
     """The model of a directory with hooks that read each module's weights when it runs."""
     config = AutoConfig.from_pretrained(folder, **options)
-    with init_empty_weights():
+    with init_empty_weights(), _NoMemory():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
     stored = stored_tensors(folder)
     weights = StoredWeights(_by_name(model, stored, folder), dtype)

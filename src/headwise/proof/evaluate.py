@@ -34,7 +34,7 @@ from headwise.models.patch_info import PatchInfo
 from headwise.models.spans import is_packed
 from headwise.models.stored_weights import stored_weights
 from headwise.passes.readings import Measuring, alone, together
-from headwise.progress import Budget, Progress, Work, silent, unlimited
+from headwise.progress import Budget, Progress, Work, silent, stage, unlimited
 from headwise.proof.ablation import Ablation, ablate_heads, first_order_importance
 from headwise.proof.evaluation import (
     Evaluation,
@@ -360,8 +360,11 @@ def _staged_costs(
     )
     sets, labels = list(wanted.joint.values()), [f"{JOINT}{key}" for key in wanted.joint]
     zero = ablate_heads(model, encoded, sets, progress=how.progress)
-    mean = ablate_heads(model, encoded, sets, replacement="mean", means=means)
+    mean = ablate_heads(
+        model, encoded, sets, replacement="mean", means=means, progress=how.progress
+    )
     costs = judged.zero()
+    stage("first-order estimates of all heads, dormant neurons", how.progress)
     return HeadCosts(
         len(encoded),
         costs | zero.costs(labels, how.seed),

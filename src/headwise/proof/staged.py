@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
-from scipy.stats import t as student
 
 from headwise.intervals import LEVEL, Interval
 
@@ -100,6 +99,8 @@ class Staged:
         Foreseen from the row's own documents, as if those to come were like them. Giving a row up
         by this rule makes no discovery, so intervals and rates hold as they are.
         """
+        from scipy.stats import t as student  # late: slow to load
+
         size, share = self.documents[row], self.looks.shares[-1]
         value, deviation = _ratio(self.deltas[row, 0, :size], self.tokens[:size])
         seen = self.tokens[:size].sum() / self.tokens.sum()
@@ -127,6 +128,8 @@ def student_interval(
 ) -> Interval:
     """The ratio of sums to counts with an interval that misses with this probability."""
     value, deviation = _ratio(sums, counts)
+    from scipy.stats import t as student  # late: slow to load
+
     half = float(student.ppf(1 - error / 2, len(sums) - 1)) * deviation
     return Interval(value, value - half, value + half)
 
@@ -134,6 +137,8 @@ def student_interval(
 def student_p(sums: Float[np.ndarray, "document"], counts: Int[np.ndarray, "document"]) -> float:
     """Two-sided p-value of the ratio being 0."""
     value, deviation = _ratio(sums, counts)
+    from scipy.stats import t as student  # late: slow to load
+
     return float(2 * student.sf(abs(value) / deviation, len(sums) - 1))
 
 

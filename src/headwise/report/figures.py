@@ -70,7 +70,7 @@ def overview(source: Source | None) -> Figure | None:
         mass = condition.maps[MASS]
         image = draw_map(axes, mass, Normalize(0, 1), MASS_COLOURS)
         change = against_stock(source, condition.arm) if condition.run else None
-        told = "" if change is None else f"loss {change.value:+.3f}, "
+        told = "" if change is None else f"loss {change.value:+.3f}, ".replace("-0.000", "0.000")
         axes.set_title(f"{condition.arm}\n{told}{int((mass > 0.5).sum())} sick", loc="left")
     figure.colorbar(image, ax=grid, label="first-token mass", fraction=0.05)
     return figure

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from headwise.alarms import Alarm
 from headwise.heads import heads_where
 from headwise.intervals import Interval
 from headwise.report.effect import effect_of
@@ -38,6 +39,9 @@ def judge(source: Source) -> Verdict:
     grave = [alarm for alarm in source.alarms if alarm.kind != "empty-completions"]
     if not grave:
         return replace(found, alarms=source.alarms)
+    if _ruined(source, grave):
+        told = "The operation ruined the model: it reads worse than token frequencies would."
+        return replace(found, headline=told, tone="bad", alarms=source.alarms)
     count = _count(len(grave), "alarm")
     without = Finding("Without the alarms it would read", found.headline, "caution")
     return Verdict(
@@ -47,6 +51,15 @@ def judge(source: Source) -> Verdict:
         found.basis,
         source.alarms,
     )
+
+
+def _ruined(source: Source, alarms: Sequence[Alarm]) -> bool:
+    """Whether only the changed model reads so badly: then the numbers are right, and bad."""
+    evaluated = None if source.stock is None else source.stock.evaluation
+    before = [condition.run.alarms for condition in source.runs if condition.run]  # on stock
+    if evaluated is None or evaluated.alarms or not before or any(before):
+        return False
+    return all(alarm.kind.startswith("loss-above") for alarm in alarms)
 
 
 def _judge(source: Source) -> Verdict:
@@ -77,12 +90,15 @@ def _basis(source: Source, main: Condition) -> str:
     """The size of the effect, steps, seeds and recovered heads: what a headline must not hide."""
     effect = effect_of(source, main)
     size = f"{effect} " if effect else ""
+    worse = [name for name, change in _elsewhere(source, main) if change.low > 0]
+    if worse and effect and effect.change < 0:
+        size += f"Text of {_listed(worse)} is read worse for it. "
     if main.run is None:
         return size.strip()
     steps, seeds = main.run.recipe.steps, len(source.of_arm(main.arm))
     text = f"After {steps} training steps, {seeds} seed{'s' * (seeds > 1)}"
     recovery = None if main.evaluation is None else main.evaluation.recovery
-    if recovery:
+    if recovery and recovery.judged:
         text += f"; {recovery.functional} of {recovery.judged} judged heads functionally recovered"
     return f"{size}{text}. Other budgets may order the arms otherwise."
 
@@ -180,8 +196,10 @@ def _operation(source: Source, main: Condition) -> Finding | None:
         "random-heads": "reinitialised healthy heads, as many as",
     }.get(main.mode, "changed")
     if main.mode == "surgery" and main.run.plan.treatments:
-        given = ", ".join(f"{name} to {heads}" for name, heads in main.run.plan.treatments.items())
-        verb = f"gave {given}: treated"
+        told = {"none": "no treatment, but training,"}
+        given = main.run.plan.treatments.items()
+        verb = f"gave {', '.join(f'{told.get(name, name)} to {heads}' for name, heads in given)}: "
+        verb += "treated"
     share = summary.trainable_share
     text = f"{main.arm.capitalize()} {verb} {summary.heads} heads in {summary.layers} layers"
     if steps:
@@ -261,13 +279,15 @@ def _loss(source: Source, main: Condition) -> Finding | None:
     if effect:
         text += f"; perplexity {effect.perplexities}"
     tone: Tone = "good" if change.high < 0 else "bad" if change.low > 0 else "plain"
-    others = [
-        f"on {name} {interval(other)}"
-        for name in main.text_sets
-        if name != source.judged_set and (other := against_stock(source, main.arm, name))
-    ]
+    others = [f"on {name} {interval(other)}" for name, other in _elsewhere(source, main)]
     tail = f" Elsewhere: {'; '.join(others)}." if others else ""
     return Finding("Against stock", f"{text}: {_reading(change)}.{tail}", tone)
+
+
+def _elsewhere(source: Source, main: Condition) -> list[tuple[str, Interval]]:
+    """The change of loss on the text sets that the verdict does not rest on."""
+    changes = {name: against_stock(source, main.arm, name) for name in main.text_sets}
+    return [(name, found) for name, found in changes.items() if found and name != source.judged_set]
 
 
 def _reading(change: Interval) -> str:

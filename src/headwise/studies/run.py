@@ -32,7 +32,7 @@ from headwise.studies.arms import (
 from headwise.studies.spread_runs import Workers, run_arms
 from headwise.studies.study import Study, started_study
 from headwise.studies.summary import summarise_study
-from headwise.workers import Backend
+from headwise.workers import Backend, require_scheduler
 
 
 def run_study(
@@ -49,6 +49,7 @@ def run_study(
     With several `workers`, or on a Dask cluster, arms and seeds run side by side, to the same bytes
     as one after the other. This process alone holds the folder.
     """
+    require_scheduler(backend, scheduler)
     with one_writer(Path(out)):
         return _run_study(study, Path(out), Workers(workers, backend, scheduler), progress)
 

@@ -165,7 +165,8 @@ class SurgeryPlan(BaseModel):
 
     def sheet(self) -> Sheet:
         """Targets, watched heads and what the plan would train."""
-        rows = [("targets", self.targets), ("watched", self.watched)]
+        named = (("targets", self.targets), ("watched", self.watched))
+        rows = [(name, heads.replace(",", ", ")) for name, heads in named]  # lines break at blanks
         told = {} if self.summary is None else self.summary.told
         kept = [(name, value) for name, value in [*rows, *told.items()] if value]
         return sheet(f"plan for {model_name(self.model.id)}", ("", ""), kept)

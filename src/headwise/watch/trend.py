@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Bool, Float
-from scipy.stats import t as student
 
 from headwise.alarms import Alarm
 from headwise.values import Count, Finite
@@ -99,6 +98,8 @@ def drift_of(steps: Sequence[int], walk: Float[np.ndarray, "reading layer head"]
     free = len(gaps) - 2
     error = np.sqrt(left.sum(0) / free * inverse[0, 0]) + 1e-12
     shape = walk.shape[1:]
+    from scipy.stats import t as student  # late: slow to load
+
     p_value = student.sf(fitted[0] / error, free)
     return Drift(fitted[0].reshape(shape), error.reshape(shape), p_value.reshape(shape))
 
@@ -142,6 +143,8 @@ def _called(
 ) -> Bool[np.ndarray, "layer head"]:
     """Below the limit now, drifting up for sure, and over the limit soon even so."""
     ahead = rule.horizon * (steps[-1] - steps[0])
+    from scipy.stats import t as student  # late: slow to load
+
     low = drift.slope - float(student.ppf(0.95, len(steps) - 3)) * drift.error
     over = walk[-1] + low * ahead > limit
     called: Bool[np.ndarray, "layer head"] = (

@@ -117,9 +117,10 @@ function paintDetail() {
     const now = valueOf(condition, one.key, layer, head, step);
     const before = !stock || one.names ? null : paired && one.key === "first_token_mass" ? condition.before[layer][head] : valueOf(stock, one.key, layer, head);
     if (!known(now) && !known(before)) continue;
+    const once = stock && one.names; /* a class that stock was given, whatever was done to it */
     const change = known(now) && known(before) ? now - before : null;
-    body.append(make("tr", {}, make("td", {}, one.label), stock ? make("td", {}, number(before, one.digits)) : null,
-      make("td", {}, words(one, now)), stock ? make("td", {}, known(change) ? (change >= 0 ? "+" : "") + number(change, one.digits) : "–") : null));
+    body.append(make("tr", {}, make("td", {}, one.label), stock ? make("td", {}, once ? words(one, now) : number(before, one.digits)) : null,
+      make("td", {}, once ? "–" : words(one, now)), stock ? make("td", {}, known(change) ? (change >= 0 ? "+" : "") + number(change, one.digits) : "–") : null));
   }
   const columns = ["", ...(stock ? ["stock"] : []), atCheckpoint() ? "step " + condition.steps[state.step] : stock ? "here" : "value", ...(stock ? ["change"] : [])];
   const header = make("tr", {}, ...columns.map((text) => make("th", { scope: "col" }, text)));

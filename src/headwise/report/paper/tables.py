@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from headwise.diagnosis.bloom_maps import bloom_slopes
+from headwise.diagnosis.survey import rank_correlation
 from headwise.diagnosis.values import BAND_SHARE
 from headwise.heads import JOINT, format_indices
 from headwise.models.model_info import ModelInfo
@@ -74,7 +75,7 @@ def _cross_scale_row(sick: np.ndarray, slopes: np.ndarray | None) -> list[Entry]
     share = sick.mean(0)
     band = [int(i) for i in np.flatnonzero(share > BAND_SHARE)]
     inside = share[band]
-    rho = None if slopes is None or share.std() == 0 else _spearman(slopes, share)
+    rho = None if slopes is None or share.std() == 0 else rank_correlation(slopes, share)
     return [
         int(sick.shape[0]),
         int(sick.shape[1]),
@@ -91,17 +92,6 @@ def _own_scale_row(sick: np.ndarray, slopes: np.ndarray | None) -> list[Entry]:
     """The same; without ALiBi's slopes an index means nothing, and there is no band."""
     found = _cross_scale_row(sick, slopes)
     return found if slopes is not None else [*found[:4], None, None, None, None]
-
-
-def _spearman(x: np.ndarray, y: np.ndarray) -> float:
-    """Correlation of mean ranks (scipy's, without its half second of import)."""
-
-    def ranks(values: np.ndarray) -> np.ndarray:
-        _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-        ends = np.cumsum(counts)
-        return np.asarray((ends - (counts - 1) / 2)[inverse])
-
-    return float(np.corrcoef(ranks(x), ranks(y))[0, 1])
 
 
 def recovery_counts(source: Source) -> Table:

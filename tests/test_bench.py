@@ -1,0 +1,100 @@
+"""The benchmarks: what can be asked for, what is run, tables whole in 80 columns."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import random
+import typing
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from headwise.bench import ablation, diagnose, plasticity, repair, run, scale
+from headwise.cli import app
+from headwise.cli.show import bench_tables
+from headwise.values import to_plain
+
+
+def made(kind, dice, **given):
+    """A row with numbers of every length."""
+    values = {}
+    for name, annotation in typing.get_type_hints(kind).items():
+        number = dice.random() * 10 ** dice.randint(*SIZES[dice.sizes])
+        whole = "int" in str(annotation) and "float" not in str(annotation)
+        values[name] = "words of it" if annotation is str else round(number) if whole else number
+    return kind(**{**values, **given})
+
+
+SIZES = {"like": (3, 3), "mixed": (-9, 5)}  # powers of ten
+
+
+class Dice(random.Random):
+    sizes = "like"
+
+
+def rows_of(name, sizes):
+    dice = Dice(3)
+    dice.sizes = sizes
+    ways = repair.WAYS if name == "repair" else diagnose.WAYS
+    cases = [(length, way) for length in (512, 2048) for way in ways]
+    grown = {"case": "ablation", "grows": "heads a layer", "sizes": "256 512 1024 2048"}
+    return {
+        "repair": [made(repair.RepairRow, dice, length=n, way=w) for n, w in cases],
+        "diagnose": [made(diagnose.DiagnoseRow, dice, length=n, way=w) for n, w in cases],
+        "ablation": [made(ablation.AblationRow, dice)],
+        "plasticity": [made(plasticity.PlasticityRow, dice, dim=n) for n in (64, 128)],
+        "scale": [
+            made(scale.StreamedRow, dice),
+            *(made(scale.GrowthRow, dice, cpu_s=f"{n}.12 20.24 40.31", **grown) for n in (1, 2)),
+        ],
+    }[name]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("name", ["repair", "diagnose", "ablation", "plasticity", "scale"])
+def test_tables_are_whole_in_80_columns(name, sizes):
+    rows = to_plain(rows_of(name, sizes))
+    screen = Console(width=80, file=io.StringIO(), highlight=False, soft_wrap=True)
+    for item in bench_tables(name, rows):
+        screen.print(item)
+    text = screen.file.getvalue()
+    told = [line for line in text.splitlines() if "┃" in line or "│" in line]
+    assert max(map(len, told)) <= 80
+    assert "…" not in text
+    for row in rows:
+        assert all(word in text for key in row if key != "note" for word in key.split("_"))
+        assert str(row.get("way", "")) in text
+
+
+def test_without_a_name_the_benchmarks_are_listed_and_none_is_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["bench"])
+    assert done.exit_code == 0
+    assert all(name in done.output for name in run.BENCHMARKS)
+    assert not list(tmp_path.iterdir())
+
+
+def test_quick_ones_are_all_but_the_gpu_and_say_so_in_their_files(tmp_path, monkeypatch):
+    asked = []
+
+    def pretend(what):
+        asked.append(what)
+        return [ablation.AblationRow(1, 1, 1, 1.0, 1.0, 1.0, 0.0)]
+
+    for name, found in run.BENCHMARKS.items():
+        monkeypatch.setitem(run.BENCHMARKS, name, dataclasses.replace(found, run=pretend))
+    done = CliRunner().invoke(app, ["bench", "--quick", "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    names = {path.stem.removeprefix("bench_") for path in tmp_path.glob("*.json")}
+    assert names == set(run.BENCHMARKS) - {"gpu"}
+    assert all(one.quick for one in asked)
+    assert json.loads((tmp_path / "bench_repair.json").read_text())["quick"] is True
+
+
+def test_an_unknown_benchmark_is_refused_with_the_known_ones(tmp_path):
+    done = CliRunner().invoke(app, ["bench", "speed", "--out", str(tmp_path)])
+    assert done.exit_code == 1
+    assert "all, diagnose, repair" in str(done.exception)
