@@ -49,9 +49,8 @@ def repair(
 ) -> RepairRun:
     """Repair in one mode and write `out/`; the model is left as it was, the result is the patch.
 
-    Without a `recipe` one is fitted; `changes` come last. `treatment="auto"` chooses per head (no
-    plan: sick ones) and ends in an empty patch unless validation text shows a gain with 95%
-    confidence. `keep` texts hold it to what stock says.
+    Without a `recipe` one is fitted; `changes` come last. "auto" chooses per head (no plan: sick
+    ones) and ends in an empty patch without a sure gain. `keep` texts hold it to what stock says.
     """
     loaded = loaded.starting_with(bos).inheriting(None if plan is None else plan.bos, "the plan")
     require_plain(loaded.model)
