@@ -40,6 +40,7 @@ from headwise.cli.options import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from headwise.plasticity.run import Plasticity
     from headwise.plasticity.values import HeadFailure
     from headwise.proof.completed_texts import Completions
 
@@ -321,7 +322,7 @@ def plasticity(
 ) -> None:
     """Measure how easily each head's preference between two keys changes as queries move on."""
     from headwise.cli.progress_bar import progress_bars
-    from headwise.cli.show import console, plasticity_table
+    from headwise.cli.show import console
 
     if (folder is None) == (config is None):
         raise typer.BadParameter("pass either a folder of captured vectors or --config")
@@ -353,9 +354,14 @@ def plasticity(
     drawn = " and figures" if figures and found.heads else ""
     if drawn:
         plasticity_figures(found, out)
+    _tell_plasticity(found, f"tables, plasticity.json{drawn} in {out}", quiet)
+
+
+def _tell_plasticity(found: Plasticity, written: str, quiet: bool) -> None:
+    from headwise.cli.show import console, plasticity_table
+
     console(quiet).print(plasticity_table(found))
-    told = f"{found.caps}\nwrote tables, plasticity.json{drawn} in {out}"
-    console(quiet).print(told, style="dim")
+    console(quiet).print(f"{found.caps}\nwrote {written}", style="dim")
     _end_on_failures(found.failures)
 
 
