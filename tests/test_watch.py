@@ -269,7 +269,7 @@ def test_an_alarm_can_stop_training(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_a_collapse_is_called_twenty_steps_ahead_and_a_healthy_run_is_not(tmp_path, seed):
-    options = {"seed": seed, "steps": 150, "lr": 2e-4, "every": 5}
+    options = {"seed": seed, "steps": 300, "lr": 2e-4, "every": 5}
     sick = watched_run(tmp_path / "sick", weight=0.02, **options).film
     healthy = watched_run(tmp_path / "healthy", weight=0.0, **options).film
     assert set(sick.first_sick) == {"L1H2", "L1H3"}
