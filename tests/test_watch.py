@@ -17,7 +17,7 @@ from headwise.cli import app
 from headwise.errors import ArtefactError, HeadwiseError
 from headwise.models.description import weight_fingerprint
 from headwise.watch.budget import Budget
-from headwise.watch.film import FILM, Film
+from headwise.watch.film import FILM, Film, WatchSettings, resumed_film
 from headwise.watch.head_watch import HeadWatch
 from headwise.watch.probe import undisturbed
 from headwise.watch.trend import TrendRule, drift_of, rule_alarms, scaled
@@ -264,6 +264,20 @@ def test_an_alarm_can_stop_training(tmp_path):
     assert watch.film.steps[-1] == watch.alarms[-1].step < 60
     again = Film.load(tmp_path / "watch")
     assert again.alarms == watch.alarms
+
+
+def test_a_film_that_lost_its_end_is_told_and_one_that_goes_on_earlier_is_not(tmp_path):
+    folder = tmp_path / "watch"
+    film = watched_run(tmp_path, seed=0, weight=0.0, steps=6, lr=1e-3, every=2).film
+    assert WatchSettings.load(folder).readings == len(film.readings) == 4
+    path = folder / "watch.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(b"".join(whole.splitlines(True)[:-1]))
+    with pytest.raises(ArtefactError, match="1 readings are missing"):
+        Film.load(folder)
+    path.write_bytes(whole)
+    assert resumed_film(folder, film.settings, until=2).steps == (0, 2)
+    assert Film.load(folder).steps == (0, 2)
 
 
 @pytest.mark.slow

@@ -74,6 +74,7 @@ class WatchSettings:
     rules: tuple[TrendRule, ...] = ()
     every: int | None = None  # steps between readings; None: as the budget allows
     budget: Finite | None = None  # share of training time
+    readings: int = 0  # lines that the film has at least: a shorter one has lost its end
 
     def save(self, folder: Path) -> Path:
         """Write `watch.json`."""
@@ -197,6 +198,12 @@ class Film:
             folder = folder.parent
         settings = WatchSettings.load(folder)
         rows = checked_rows(read_lines(folder / FILM), settings.identity, folder / FILM)
+        if len(rows) < settings.readings:
+            raise ArtefactError(
+                f"{settings.readings - len(rows)} readings are missing at its end",
+                where=folder / FILM,
+                fix="restore the file, or film again into another folder",
+            )
         film = Film(settings)
         for reading in (from_plain(Reading, row, folder / FILM) for row in rows):
             _require_shape(reading, settings.model.shape, folder / FILM)
@@ -223,6 +230,7 @@ def append_reading(folder: Path, film: Film) -> None:
             os.fsync(file.fileno())
     except OSError as error:
         raise ArtefactError(f"cannot write the film ({error})", where=folder / FILM) from None
+    replace(film.settings, readings=len(film.readings)).save(folder)
 
 
 def resumed_film(folder: Path, settings: WatchSettings, until: int) -> Film:
@@ -233,7 +241,11 @@ def resumed_film(folder: Path, settings: WatchSettings, until: int) -> Film:
     path = folder / FILM
     whole = path.read_bytes()
     kept = whole[: whole.rfind(b"\n") + 1]
-    rows = [row for row in kept.splitlines(True) if _step_of(row, path) <= until]
+    lines = kept.splitlines(True)
+    rows = [row for row in lines if _step_of(row, path) <= until]
+    earlier = WatchSettings.load(folder)
+    if len(rows) < min(len(lines), earlier.readings):  # before the cut: a kill leaves none short
+        replace(earlier, readings=len(rows)).save(folder)
     if b"".join(rows) != whole:
         write_bytes(path, b"".join(rows))
     film = Film.load(folder)
