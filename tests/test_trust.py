@@ -41,10 +41,12 @@ from headwise.plasticity.capture_info import CaptureSettings
 from headwise.settings import read_yaml
 from headwise.surgery.checkpoints import load_best
 from headwise.surgery.recipe import recipe_named
+from headwise.surgery.repair import repair as repair_run
+from headwise.surgery.run_state import read_maps, read_trace
 from headwise.surgery.training import train
 from headwise.texts.batches import encode_texts, token_ids
 from headwise.texts.text_sets import read_texts
-from planned import opened, plan_for
+from planned import TINY_RECIPE, opened, plan_for, random_corpus
 
 
 def flip(path, place=-5, bit=1):
@@ -423,3 +425,14 @@ def test_a_sealed_artefact_is_the_same_whenever_it_is_written(tmp_path):
         save_artefact(tmp_path / n, "x", body).read_bytes() for n in ("1.json", "2.json")
     )
     assert left == right
+
+
+@pytest.mark.parametrize(("name", "read"), [("trace.jsonl", read_trace), ("maps.jsonl", read_maps)])
+def test_a_finished_run_that_lost_the_end_of_its_rows_is_told(tmp_path, name, read):
+    loaded = LoadedModel("tiny", tiny_model("llama"), tiny_tokenizer())
+    run = repair_run(loaded, plan_for(loaded.model), random_corpus(), TINY_RECIPE, out=tmp_path)
+    whole = (run.out / name).read_bytes()
+    assert read(run.out)
+    (run.out / name).write_bytes(b"".join(whole.splitlines(True)[:-1]))
+    with pytest.raises(ArtefactError, match="the finished run left"):
+        read(run.out)

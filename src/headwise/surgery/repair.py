@@ -151,6 +151,8 @@ def _finish(done: RepairRun, settings: RunSettings) -> None:
         outcome=done.outcome,
         stock_loss=done.stock_loss,
         alarms=done.alarms,
+        trace_rows=len(done.state.rows),
+        map_rows=len(done.state.maps),
     ).save(done.out)
     _drop_cache(done.out)
 

@@ -47,6 +47,8 @@ class RunSettings:
     outcome: Outcome = ""  # sham: the best validated state was the untrained operation
     stock_loss: Finite | None = None  # on the validation text, before the operation
     alarms: tuple[Alarm, ...] = ()
+    trace_rows: int = 0  # that the finished run left; files with fewer have lost their end
+    map_rows: int = 0
     saving: Saving | None = None  # as it was chosen at the start; None: an older run did not say
 
     @property

@@ -123,8 +123,15 @@ def _lines(rows: Sequence[TraceRow] | Sequence[StepMap], run: str) -> str:
 def _rows(run: Path, name: str) -> list[Any]:
     """The rows of a file of a run; those of another run, and damaged ones, are refused."""
     rows = read_lines(run / name)
-    told = load_artefact(run / RUN, "run").get("identity") if (run / RUN).exists() else None
-    return checked_rows(rows, str(told or ""), run / name, _SPEED)
+    body = load_artefact(run / RUN, "run") if (run / RUN).exists() else {}
+    least = body.get({TRACE: "trace_rows", MAPS: "map_rows"}[name], 0)
+    if isinstance(least, int) and len(rows) < least:
+        raise ArtefactError(
+            f"it has {len(rows)} rows, the finished run left {least}",
+            where=run / name,
+            fix="put the undamaged file back, or run again in another --out",
+        )
+    return checked_rows(rows, str(body.get("identity") or ""), run / name, _SPEED)
 
 
 def read_trace(run: Path) -> list[TraceRow]:
