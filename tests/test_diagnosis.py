@@ -16,7 +16,7 @@ from headwise import Diagnosis, diagnose
 from headwise.cli.show import drawn, head_grid
 from headwise.diagnosis.bimodality import _density
 from headwise.diagnosis.dormancy import activation_dormancy, weight_dormancy
-from headwise.diagnosis.measures import MEASURES, positional_baseline
+from headwise.diagnosis.measures import MEASURES, measure_heads, positional_baseline
 from headwise.diagnosis.survey import rank_correlation
 from headwise.diagnosis.values import (
     Thresholds,
@@ -390,7 +390,10 @@ def test_a_model_that_overflows_is_told_by_head_and_text(tokenizer):
     model = tiny_language_model("gpt2")
     with torch.no_grad():
         model.transformer.h[1].attn.c_attn.weight[:, 64:].fill_(float("inf"))
+    encoded = encode_texts(tokenizer, TEXTS[:1], max_length=32)
     with pytest.raises(ModelError, match=r"of L1H0 on text 0 is not a finite number"):
+        measure_heads(model, batches(encoded, 1), num_texts=1, max_length=32)
+    with pytest.raises(ModelError, match="own logits are NaN or infinite everywhere"):
         diagnose(model, tokenizer, TEXTS[:1])
 
 

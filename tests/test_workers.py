@@ -100,7 +100,7 @@ def test_workers_end_with_their_parent_and_may_save_before(tmp_path, number):
         os.killpg(process.pid, number)  # as a terminal does: workers must hear it once
     else:
         process.send_signal(number)
-    process.wait(timeout=30)
+    process.wait(timeout=240)  # a busy machine starts workers slowly
     deadline = time.monotonic() + 10
     while any(map(alive, workers)) and time.monotonic() < deadline:
         time.sleep(0.05)

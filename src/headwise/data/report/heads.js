@@ -64,6 +64,7 @@ for (const arm of arms) $("arm").append(make("option", { value: arm }, arm));
 $("measure").addEventListener("change", (event) => { state.measure = Number(event.target.value); setSlider(true); render(); });
 $("arm").addEventListener("change", () => { setSeeds(); choose(Number($("seed").value)); });
 $("seed").addEventListener("change", (event) => choose(Number(event.target.value)));
+$("step").closest("label").hidden = !data.conditions.some((c) => c.steps.length); /* a bare diagnosis has one state */
 $("step").addEventListener("input", (event) => { state.step = Number(event.target.value); render(); });
 $("controls").addEventListener("submit", (event) => event.preventDefault());
 
