@@ -91,6 +91,8 @@ def test_workers_end_with_their_parent_and_may_save_before(tmp_path, number):
         [sys.executable, "-c", PROGRAM, *map(str, items)],
         stderr=subprocess.DEVNULL,
         start_new_session=True,
+        # a shell's background job is started deaf to Ctrl-C, and so would be what it starts
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     while not all(item.exists() and item.read_text() for item in items):
         time.sleep(0.02)
