@@ -169,7 +169,9 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _tensors_of(path: Path) -> dict[str, StoredTensor]:
-    with safe_open(str(path), framework="pt"):  # checks places, types and shapes of all tensors
+    # Checks places, types and shapes of all tensors. For "pt" the file would be mapped twice,
+    # which a process that is limited to less than two of its files cannot.
+    with safe_open(str(path), framework="numpy"):
         pass
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")

@@ -62,7 +62,7 @@ class RunSettings:
         return min(head.layer for head in self.plan.target_heads)
 
     @property
-    def decisive(self) -> dict[str, Any]:
+    def decisive(self) -> dict[str, object]:
         """What must be the same in a run that goes on."""
         body = self.to_json()
         chosen = {key: False for key in _CHOSEN if body["recipe"][key] == "auto"}  # as once
