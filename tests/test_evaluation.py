@@ -10,6 +10,7 @@ import torch
 
 from conftest import SENTENCES, tiny_language_model, tiny_model, tiny_tokenizer
 from headwise.diagnosis.dormancy import activation_dormancy, weight_dormancy
+from headwise.diagnosis.head_slopes import first_order_importance
 from headwise.diagnosis.mean_outputs import measure_means
 from headwise.diagnosis.values import Diagnosis
 from headwise.errors import TextError
@@ -17,12 +18,14 @@ from headwise.heads import Head, all_heads
 from headwise.intervals import DRAWS, Interval, draw_documents, mean_interval, mean_intervals
 from headwise.models.architectures import architecture_of, geometry_of, layers_of, projection_of
 from headwise.models.loaded_model import LoadedModel
-from headwise.proof.ablation import ablate_heads, first_order_importance
+from headwise.proof.ablation import ablate_heads
 from headwise.proof.evaluate import _Wanted, _wanted, evaluate, paper_prompts
 from headwise.proof.evaluation import Evaluation, HeadCost, HeadCosts, recovery_of
+from headwise.proof.head_costs import Interventions, first_order_costs, head_costs
 from headwise.proof.perplexity import make_windows, paired_difference, text_losses
 from headwise.surgery.operation import operate
 from headwise.surgery.plan import operated_heads
+from headwise.surgery.treatments import Dose, treat
 from headwise.texts.batches import batches
 from headwise.texts.text_sets import TextSet
 from planned import made_model, patched_with, plan_for, random_ids, weight_bits
@@ -424,3 +427,20 @@ def test_which_heads_are_ablated():
 def test_evaluating_on_nothing_is_an_error(tokenizer):
     with pytest.raises(TextError, match="no text to evaluate on"):
         evaluate(tiny_model("bloom"), tokenizer, [])
+
+
+def test_a_first_order_cost_is_the_exact_one_where_little_changes(ablated):
+    heads, plan = [Head(0, 2), Head(1, 1)], plan_for(ablated, "L0H2,L1H1", kv_policy="queries-only")
+    model = ablated.double()
+    try:
+        given = dict.fromkeys(heads, Dose("temper", 0.98))
+        kinds = Interventions(treated={"temper": treat(model, plan, given)}, unsink=False)
+        estimates = first_order_costs(model, ENCODED, heads, kinds)
+        exact = head_costs(model, ENCODED, heads, kinds).deltas
+        np.testing.assert_allclose(estimates[:, 1], exact[:, 1], rtol=0.1, atol=1e-5)
+        assert np.abs(exact[:, 1]).max() > 3e-4
+        gone = estimates[:, 0].sum(1) / sum(len(ids) - 1 for ids in ENCODED)
+        expected = first_order_importance(model, ENCODED)
+        np.testing.assert_allclose(gone, [expected[h.layer, h.index] for h in heads], rtol=1e-4)
+    finally:
+        ablated.float()

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from conftest import SENTENCES, TINY, tiny_language_model, tiny_model, tiny_tokenizer
 from headwise.diagnosis.diagnose import diagnose
+from headwise.diagnosis.head_slopes import first_order_importance
 from headwise.errors import ModelError
 from headwise.forward.checkpointing import checkpointed
 from headwise.forward.frozen import frozen
@@ -30,7 +31,7 @@ from headwise.models.loaded_model import LoadedModel
 from headwise.models.loading import require_finite
 from headwise.models.patch import Slice
 from headwise.models.slices import read_slices, spans_of
-from headwise.proof.ablation import ablate_heads, first_order_importance
+from headwise.proof.ablation import ablate_heads
 from headwise.proof.completed_texts import Prompt, Sampling
 from headwise.proof.completions import complete_prompts
 from headwise.surgery.run_state import TrainStep

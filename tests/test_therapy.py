@@ -31,6 +31,7 @@ from headwise.surgery.sink_directions import measure_directions
 from headwise.surgery.treatments import Dose, prescribed, treat, with_prescription, with_treatment
 from headwise.texts.corpus import build_corpus
 from headwise.texts.text_sets import TextSet
+from headwise.therapy import auto, dose
 from headwise.therapy.auto import choice_blocks
 from headwise.therapy.dose import _further, _options, choose_doses
 from headwise.therapy.never_worse import judged_blocks, validation_change
@@ -147,9 +148,7 @@ def test_spared_heads_are_treated_only_if_all_heads_together_do_better_with_them
     loaded, plan, corpus = asleep
     directions = measure_directions(loaded.model, corpus.train, (0, 2, 4, 5))
     heads = plan.target_heads
-    choice = choose_doses(
-        loaded.model, plan, corpus.train, heads, directions, treatments=["release"], spared=heads
-    )
+    choice = choose_doses(loaded.model, plan, corpus.train, heads, directions, spared=heads)
     assert set(choice.prescription) == set(heads)  # they sleep: all of them together gain
     assert {row.heads for row in choice.tried} == {"all", *map(str, heads)}
     healthy = changed(plan, targets="L0H0")
@@ -232,22 +231,38 @@ def test_the_work_of_auto_counts_triage_and_doses(tiny, tmp_path):
     assert told[1] - told[0] == choice_blocks(3) * UNTRAINED.block > 0
 
 
-def test_a_sure_gain_that_is_too_small_to_matter_is_no_treatment():
-    """Released, the empty patient's heads gain some 1e-5 nats in every document."""
+@pytest.fixture(scope="module")
+def emptied():
+    """The empty patient, three of its heads, a small corpus and what treatments need measured."""
     loaded = load_model("patient-empty")
     texts = TextSet("some", tuple(patient_texts("train"))[:40])
     corpus = build_corpus(texts, loaded.tokenizer, block=256, batch_tokens=256)
     found = diagnose(loaded, TextSet("few", texts.texts[:2]), max_length=256)
     plan = make_plan(found, heads="L2H7,L4H7,L5H6")
-    directions = measure_directions(loaded.model, corpus.train, (2, 4, 5))
+    return loaded, plan, corpus, measure_directions(loaded.model, corpus.train, (2, 4, 5))
+
+
+def test_a_sure_gain_that_is_too_small_to_matter_is_no_treatment(emptied, monkeypatch):
+    """Released, the empty patient's heads gain some 1e-5 nats in every document."""
+    loaded, plan, corpus, directions = emptied
+    monkeypatch.setattr(dose, "REGROWN", ())
     choice = choose_doses(loaded.model, plan, corpus.train, plan.target_heads, directions)
     assert choice.prescription == {}
+    assert min(row.change + 2 * row.error for row in choice.tried) < 0
+
+
+def test_what_only_decayed_is_grown_again_and_released(emptied):
+    loaded, plan, corpus, directions = emptied
+    choice = choose_doses(loaded.model, plan, corpus.train, plan.target_heads, directions)
+    assert choice.loss < choice.stock_loss - 0.02
+    given = {dose.treatment for dose in choice.prescription.values()}
+    assert "release+regrow" in given
+    assert given <= {"release+regrow", "centre+regrow", "none"}
 
 
 def test_a_dose_is_raised_as_long_as_that_helps():
     now = Dose("release", 1.0)
     assert _options(now, [Dose("centre", 0.8), now]) == [
-        Dose("none", 0.0),
         Dose("centre", 0.8),
         Dose("release", 0.9),
         Dose("release", 1.1),
@@ -256,7 +271,30 @@ def test_a_dose_is_raised_as_long_as_that_helps():
     assert _further(now, Dose("release", 0.9)) == [Dose("release", 0.8)]
     assert _further(now, Dose("release", 1.5)) == []
     assert _further(now, Dose("centre", 0.8)) == []
-    assert _further(None, Dose("release", 0.9)) == []
+
+
+def test_heads_are_tried_alone_only_where_triage_saw_hope(asleep):
+    loaded, plan, corpus = asleep
+    directions = measure_directions(loaded.model, corpus.train, (0,))
+    healthy = changed(plan, targets="L0H0-2")
+    heads = healthy.target_heads
+    tried = choose_doses(
+        loaded.model, healthy, corpus.train, heads, directions, promising=[Head(0, 1)]
+    ).tried
+    assert {row.heads for row in tried} == {"all", "L0H1"}
+
+
+def test_of_many_heads_the_ones_with_hope_are_triaged(asleep, tmp_path, monkeypatch):
+    loaded, plan, corpus = asleep
+    every = changed(plan, targets="L0H0-5,L2H7,L4H7,L5H6")
+    monkeypatch.setattr(auto, "TRIAGED", 5)
+    recipe = RECIPES["patient"].model_copy(update={"steps": 0})
+    repair(loaded, every, corpus, recipe, out=tmp_path, treatment="auto")
+    found = Therapy.load(tmp_path)
+    assert {"L2H7", "L4H7", "L5H6"} <= set(found.classes)
+    assert len(found.classes) == 5
+    assert set(found.untriaged) == {str(h) for h in every.target_heads} - set(found.classes)
+    assert not set(found.untriaged) & set(found.treatments)
 
 
 def test_auto_refuses_a_corpus_that_cannot_say_whether_it_got_better(tiny, tmp_path):

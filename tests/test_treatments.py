@@ -11,8 +11,10 @@ from conftest import tiny_model
 from headwise.errors import SelectionError
 from headwise.forward.tap import tapped
 from headwise.heads import Head
-from headwise.models.slices import head_spans
-from headwise.surgery.operation import operate, plan_spans
+from headwise.models.patch import Patch, Slice
+from headwise.models.patch_info import PatchInfo
+from headwise.models.slices import head_spans, read_slices
+from headwise.surgery.operation import healthy_std, operate, plan_spans
 from headwise.surgery.sink_directions import measure_directions
 from headwise.surgery.treatments import TREATMENTS, Dose, head_slices, treat, treatment_named
 from planned import plan_for, random_batch, weight_bits
@@ -30,7 +32,7 @@ def patient(request):
 
 def treated(patient, name, amount=None):
     model, plan, directions = patient
-    dose = Dose(name, TREATMENTS[name].dose if amount is None else amount)
+    dose = Dose(name, treatment_named(name).dose if amount is None else amount)
     return treat(model, plan, dict.fromkeys(plan.target_heads, dose), directions=directions)
 
 
@@ -64,7 +66,8 @@ def test_a_treatment_writes_only_the_slices_of_its_row_and_is_undone_bit_for_bit
     changed = {n for n, part in patch.slices.items() if not torch.equal(part.before, part.after)}
     roles = {n.rsplit(".", 1)[1][0] for n in changed}
     assert roles <= set(TREATMENTS[name].writes)
-    assert bool(changed) != TREATMENTS[name].preserves_function
+    idle = TREATMENTS[name].preserves_function or name == "regrow"  # nothing decayed here
+    assert bool(changed) != idle
     assert set(patch.slices) == set(plan_spans(model, plan))
     patch.apply(model)
     patch.undo(model)
@@ -201,3 +204,50 @@ def test_the_page_lists_every_treatment_with_its_formula():
     for row in TREATMENTS.values():
         told = " ".join(["|", f"`{row.name}`", "|", *row.writes, "|", row.says, "|"])
         assert told in page
+
+
+def decayed(model, plan, roles="vo", factor=0.01):
+    """The plan's value and output slices at a hundredth, as weight decay leaves them."""
+    spans = {n: s for n, s in plan_spans(model, plan).items() if n.rsplit(".", 1)[1][0] in roles}
+    before = read_slices(model, spans)
+    return Patch(
+        {n: Slice(span, before[n], before[n] * factor) for n, span in spans.items()},
+        PatchInfo("tiny", plan.model_dump(mode="json")),
+    )
+
+
+def test_regrow_gives_decayed_values_and_outputs_back_up_to_their_size(patient):
+    model, plan, _ = patient
+    whole = head_slices(model, Head(1, 0), "vo")
+    with decayed(model, plan).applied(model):
+        patch = treated(patient, "regrow")
+        with patch.applied(model):
+            back = head_slices(model, Head(1, 0), "vo")
+    for role in ("v", "o"):
+        expected = healthy_std(model, plan, 1, role)
+        assert float(back[role].std()) == pytest.approx(expected, rel=1e-3)
+        along = torch.nn.functional.cosine_similarity(
+            back[role].flatten(), whole[role].flatten(), 0
+        )
+        assert float(along) == pytest.approx(1, abs=1e-5)
+
+
+def test_regrow_leaves_slices_alone_that_did_not_decay(patient):
+    patch = treated(patient, "regrow")
+    assert all(torch.equal(part.before, part.after) for part in patch.slices.values())
+
+
+def test_joined_treatments_do_what_each_of_them_does(patient):
+    model, plan, _ = patient
+    with decayed(model, plan).applied(model):
+        both = treated(patient, "release+regrow", 0.5).slices
+        released, regrown = (
+            treated(patient, "release", 0.5).slices,
+            treated(patient, "regrow").slices,
+        )
+    for name, part in both.items():
+        alone = released if name.rsplit(".", 1)[1][0] in "qk" else regrown
+        assert torch.equal(part.after, alone[name].after), name
+    assert treatment_named("release+regrow").writes == "qvo"
+    with pytest.raises(SelectionError, match="nothing else to treat"):
+        treatment_named("release+reinitialise")

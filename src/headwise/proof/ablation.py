@@ -2,9 +2,7 @@
 
 Exact: the model runs once and what every attention module gave is kept; an ablation corrects that
 by the head's own share and re-runs only what comes after it, several ablations in one batch. Zero
-ablation removes the output, mean ablation replaces it by its mean over tokens. First-order: one
-backward pass estimates all heads at once (Michel et al. 2019). Functional recovery is decided by
-the exact numbers.
+ablation removes the output, mean ablation replaces it by its mean over tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -22,9 +19,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headwise.diagnosis.mean_outputs import head_mean
-from headwise.forward.checkpointing import checkpointed
-from headwise.forward.frozen import frozen
-from headwise.forward.losses import shifted_targets, summed_loss
 from headwise.forward.partial_run import AttentionCall
 from headwise.forward.replaced_outputs import (
     BasePass,
@@ -39,7 +33,7 @@ from headwise.forward.replaced_outputs import (
 from headwise.forward.tap import Reader, Sight, tapped
 from headwise.heads import Head
 from headwise.intervals import Interval, mean_intervals
-from headwise.models.architectures import attention_layers, backbone_of, device_of, geometry_of
+from headwise.models.architectures import attention_layers
 from headwise.models.stored_weights import stored_weights
 from headwise.passes.replacements import Variant, variant_losses
 from headwise.progress import Progress, silent, told
@@ -226,45 +220,3 @@ def _replacements(
     if means is None:
         raise ValueError("mean ablation needs the heads' mean outputs: measure_means()")
     return lambda head: head_mean(model, means, head)
-
-
-def first_order_importance(
-    model: PreTrainedModel, encoded: Sequence[Sequence[int]], *, batch_size: int = 4
-) -> Float[np.ndarray, "layer head"]:
-    """Estimated change of mean loss without a head: -E[o . dL/do], from one backward pass.
-
-    Activations are recomputed layer by layer: kept, they would be the peak of an evaluation.
-    """
-    geometry = geometry_of(model)
-    estimate = torch.zeros(geometry.num_layers, geometry.num_heads, dtype=torch.float64)
-    tokens = sum(len(ids) - 1 for ids in encoded)
-    with frozen(model):
-        work = list(batches(encoded, batch_size))
-        for _, found in shared_out(partial(_first_order, model), work):
-            for row, gradient in found.items():
-                estimate[row] -= gradient
-    return (estimate / tokens).numpy()
-
-
-def _first_order(model: PreTrainedModel, batch: Batch) -> dict[int, Float[Tensor, "head"]]:
-    """Gradients of one batch's loss by a gate on each head, by row."""
-    gates: dict[int, Tensor] = {}
-
-    def gate(sight: Sight) -> Tensor:
-        if sight.layer not in gates:  # a recomputed layer must meet its first gate again
-            gates[sight.layer] = torch.ones(
-                1, sight.out.shape[1], 1, 1, device=sight.out.device, requires_grad=True
-            )
-        return sight.out * gates[sight.layer]
-
-    ids = batch.ids.to(device_of(model))
-    with tapped(model, gate), checkpointed(model, 0):
-        last = backbone_of(model)(input_ids=ids, use_cache=False).last_hidden_state
-        loss = summed_loss(model, last, shifted_targets(ids, batch.lengths))
-        layers = sorted(gates)
-        found = torch.autograd.grad(loss, [gates[layer] for layer in layers])
-    numbers = attention_layers(model)
-    return {
-        numbers.index(layer): gradient.flatten().double().cpu()
-        for layer, gradient in zip(layers, found, strict=True)
-    }

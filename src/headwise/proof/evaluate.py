@@ -21,6 +21,7 @@ from headwise.artefacts import versions
 from headwise.bundled import DATA
 from headwise.diagnosis.diagnose import diagnosing
 from headwise.diagnosis.dormancy import measuring_dormancy
+from headwise.diagnosis.head_slopes import first_order_importance
 from headwise.diagnosis.mean_outputs import measuring_means
 from headwise.diagnosis.values import Diagnosis, Dormancy
 from headwise.errors import SelectionError, TextError
@@ -35,7 +36,7 @@ from headwise.models.spans import is_packed
 from headwise.models.stored_weights import stored_weights
 from headwise.passes.readings import Measuring, alone, together
 from headwise.progress import Budget, Progress, Work, silent, stage, unlimited
-from headwise.proof.ablation import Ablation, ablate_heads, first_order_importance
+from headwise.proof.ablation import Ablation, ablate_heads
 from headwise.proof.evaluation import (
     Evaluation,
     EvaluationProvenance,

@@ -20,9 +20,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from headwise.diagnosis.head_slopes import head_slopes
 from headwise.diagnosis.mean_outputs import head_mean
 from headwise.errors import SettingsError
 from headwise.forward.attention import attend
+from headwise.forward.frozen import frozen
 from headwise.forward.partial_run import AttentionCall, attention_calls
 from headwise.forward.replaced_outputs import (
     BasePass,
@@ -94,7 +96,7 @@ def head_costs(
 
     def costs(batch: Batch) -> tuple[Losses, Float[np.ndarray, "head kind document"]]:
         with torch.inference_mode():
-            passed, layers = _observed(model, batch, chosen, interventions)
+            passed, layers = intervened_outputs(model, batch, chosen, interventions)
             changes = np.zeros((len(chosen), len(kinds), len(passed.losses)))
             for jobs in _jobs(chosen, len(kinds), stack or stack_size(passed)):
                 replaced = [
@@ -113,6 +115,49 @@ def head_costs(
         deltas[:, :, list(batch.index)] = changes
     tokens = np.array([len(ids) - 1 for ids in encoded])
     return InterventionCosts(chosen, kinds, base, deltas, tokens)
+
+
+def first_order_costs(
+    model: PreTrainedModel,
+    encoded: Sequence[Sequence[int]],
+    heads: Sequence[Head],
+    interventions: Interventions,
+    *,
+    progress: Progress = silent,
+) -> Float[np.ndarray, "head kind document"]:
+    """Estimated change of every document's summed loss, in the order of the heads.
+
+    About three forward passes a text for all heads and interventions, instead of half a pass each.
+    """
+    work, kinds = list(batches(encoded, 1)), interventions.kinds
+    found = np.zeros((len(heads), len(kinds), len(encoded)))
+
+    def estimate(batch: Batch) -> Float[np.ndarray, "head kind document"]:
+        with torch.inference_mode():
+            _, changed = intervened_outputs(model, batch, heads, interventions)
+        slopes = head_slopes(model, batch)
+        with torch.inference_mode():
+            rows = [
+                [_first_order(head, slopes, changed[head.layer][kind]) for kind in kinds]
+                for head in heads
+            ]
+        return np.array(rows)
+
+    with frozen(model):
+        for batch, rows in told(
+            shared_out(estimate, work), len(work), "first-order estimates", progress
+        ):
+            found[:, :, list(batch.index)] = rows
+    return found
+
+
+def _first_order(
+    head: Head, slopes: dict[int, tuple[Outs, Outs]], changed: Outs
+) -> Float[np.ndarray, "document"]:
+    out, slope = (part[:, head.index] for part in slopes[head.layer])
+    products = (changed[:, head.index] - out).double() * slope.double()
+    total: Float[np.ndarray, "document"] = products.sum((1, 2)).cpu().numpy()
+    return total
 
 
 def _streamed_costs(
@@ -156,7 +201,7 @@ def _jobs(heads: Sequence[Head], kinds: int, stack: int) -> Iterator[list[tuple[
         yield from (pairs[at : at + stack] for at in range(0, len(pairs), stack))
 
 
-def _observed(
+def intervened_outputs(
     model: PreTrainedModel, batch: Batch, heads: Sequence[Head], interventions: Interventions
 ) -> tuple[BasePass, dict[int, dict[str, Outs]]]:
     """The base pass, and what the heads of each wanted layer give under each intervention."""

@@ -8,8 +8,8 @@ the plan's slices is ever written, whatever a formula returns.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Float
@@ -20,9 +20,9 @@ from headwise.errors import SelectionError
 from headwise.heads import Head, format_heads
 from headwise.models.architectures import geometry_of
 from headwise.models.patch import Patch, Slice
-from headwise.models.slices import head_spans, read_slices
+from headwise.models.slices import Span, head_spans, read_slices
 from headwise.settings import changed
-from headwise.surgery.operation import healthy_std, operate, plan_spans, unchanged
+from headwise.surgery.operation import healthy_std, operate, unchanged
 from headwise.surgery.plan import SurgeryPlan
 from headwise.surgery.sink_directions import LayerDirections
 
@@ -134,6 +134,22 @@ def _shrink_perturb(case: Case, dose: float) -> Slices:
     return found
 
 
+def _regrow(case: Case, dose: float) -> Slices:
+    """V and O as large as in the layer's healthy heads, where they are less than half of that.
+
+    Weight decay shrinks the slices of a head that gets no gradient and keeps their direction: what
+    the head could do is small, not gone. Slices that are large enough stay as they are.
+    """
+    found: Slices = {}
+    for role in ("v", "o"):
+        own = float(case.slices[role].std()) if role in case.slices else 0.0
+        growth = healthy_std(case.model, case.plan, case.head.layer, role) / own if own else 1.0
+        if growth > _DECAYED:
+            parts = {name: part for name, part in case.slices.items() if name[0] == role}
+            found |= {name: part * growth**dose for name, part in parts.items()}
+    return found
+
+
 def _donor(case: Case, dose: float) -> Slices:
     """Q and K of the nearest healthy head, plus `dose` of its size as noise; V and O are kept."""
     healthy = case.plan.healthy_heads
@@ -153,6 +169,7 @@ def _nothing(case: Case, dose: float) -> Slices:
     return {}
 
 
+_DECAYED = 2.0  # times smaller than in healthy heads: from here on slices count as decayed
 _STRENGTHS = (0.6, 0.8, 0.9, 1.0)
 
 TREATMENTS: dict[str, Treatment] = {
@@ -198,6 +215,12 @@ TREATMENTS: dict[str, Treatment] = {
             "shrink-perturb", "qk", _shrink_perturb, "dose times Q and K, the rest noise", dose=0.5
         ),
         Treatment(
+            "regrow",
+            "vo",
+            _regrow,
+            "V and O back to the size of healthy heads, where they decayed below half of it",
+        ),
+        Treatment(
             "donor", "qk", _donor, "Q and K of the nearest healthy head plus noise", dose=0.1
         ),
         Treatment(
@@ -222,12 +245,42 @@ Prescription = Mapping[Head, Dose]
 
 
 def treatment_named(name: str) -> Treatment:
-    """A row of the table; an unknown name is an error that lists the known ones."""
+    """A row of the table, or several joined by `+`; an unknown name lists the known ones."""
+    first, *others = [_row(part) for part in name.split("+")]
+    return replace(first, name=name) if not others else _joined(name, first, others)
+
+
+def _row(name: str) -> Treatment:
     if name not in TREATMENTS:
         raise SelectionError(
-            f"no treatment is called {name!r}", fix=f"choose auto, {', '.join(TREATMENTS)}"
+            f"no treatment is called {name!r}",
+            fix=f"choose auto, {', '.join(TREATMENTS)}, or two of them as in release+regrow",
         )
     return TREATMENTS[name]
+
+
+def _joined(name: str, first: Treatment, others: Sequence[Treatment]) -> Treatment:
+    """One treatment after the other: the dose is the first one's, the others get their own."""
+    if any(row.name == "reinitialise" for row in (first, *others)):
+        raise SelectionError(f"{name}: a reinitialised head has nothing else to treat")
+
+    def formula(case: Case, dose: float) -> Slices:
+        found = first.formula(case, dose)
+        for row in others:
+            later = replace(case, slices={**case.slices, **found})
+            found |= row.formula(later, row.dose)
+        return found
+
+    rows = (first, *others)
+    return replace(
+        first,
+        name=name,
+        writes="".join(role for role in "qkvo" if any(role in row.writes for row in rows)),
+        formula=formula,
+        says=", then ".join(row.says for row in rows),
+        preserves_function=all(row.preserves_function for row in rows),
+        measures=any(row.measures for row in rows),
+    )
 
 
 def prescribed(plan: SurgeryPlan) -> dict[Head, Dose]:
@@ -247,7 +300,7 @@ def prescribed(plan: SurgeryPlan) -> dict[Head, Dose]:
 
 
 def _amount(plan: SurgeryPlan, head: Head, name: str) -> float:
-    default = plan.doses.get(name, TREATMENTS[name].dose)
+    default = plan.doses.get(name, treatment_named(name).dose)
     return plan.doses.get(str(head), default)
 
 
@@ -276,9 +329,13 @@ def head_slices(model: PreTrainedModel, head: Head, roles: str) -> Slices:
     for role in roles:
         spans = head_spans(model, head, role)  # type: ignore[arg-type]
         for name, value in read_slices(model, spans).items():
-            turned = role != "o" and spans[name].axis == 1
-            found[name.rsplit(".", 1)[1]] = (value.T if turned else value).float().cpu()
+            found[name.rsplit(".", 1)[1]] = _turned(role, spans[name], value).float().cpu()
     return found
+
+
+def _turned(role: str, span: Span, value: Tensor) -> Tensor:
+    """A q, k or v slice between (out, in) and the way its parameter holds it."""
+    return value.T if span.axis == 1 and role != "o" else value
 
 
 def treat(
@@ -297,36 +354,38 @@ def treat(
         part = plan.model_copy(update={"targets": format_heads(fresh)})
         slices |= operate(model, part, mean_outputs=mean_outputs).slices
     for head, dose in sorted(prescription.items()):
-        for name, value in _treated(model, plan, head, dose, directions or {}).items():
-            old = slices[name]
-            after = value.T if old.span.axis == 1 else value
-            slices[name] = Slice(old.span, old.before, after.to(old.before))
+        slices |= treated_slices(model, plan, head, dose, start, directions or {})
     return Patch(slices, start.info)
 
 
-def _treated(
+def treated_slices(
     model: PreTrainedModel,
     plan: SurgeryPlan,
     head: Head,
     dose: Dose,
+    start: Patch,
     directions: Mapping[int, LayerDirections],
-) -> Slices:
-    """The slices that one head's treatment changes, by their full names."""
-    planned = plan_spans(model, plan)
+) -> dict[str, Slice]:
+    """The slices of `start` that one head's treatment changes, by their full names."""
+    row = treatment_named(dose.treatment)
     names = {
         name.rsplit(".", 1)[1]: name
-        for role in ("q", "k")
-        for name in head_spans(model, head, role)
-        if name in planned
+        for role in row.writes
+        for name in head_spans(model, head, role)  # type: ignore[arg-type]
+        if name in start.slices
     }
-    every = head_slices(model, head, "qk")
+    every = head_slices(model, head, row.writes)
     slices = {role: part for role, part in every.items() if role in names}
     case = Case(model, plan, head, slices, directions.get(head.layer))
-    changed = TREATMENTS[dose.treatment].formula(case, dose.amount)
-    return {names[role]: value for role, value in changed.items()}
+    found: dict[str, Slice] = {}
+    for role, value in row.formula(case, dose.amount).items():
+        old = start.slices[names[role]]
+        after = _turned(role, old.span, value).to(old.before)
+        found[names[role]] = Slice(old.span, old.before, after)
+    return found
 
 
 def measured_layers(prescription: Prescription) -> list[int]:
     """Layers whose directions must be measured before `treat`."""
-    measured = {h.layer for h, d in prescription.items() if TREATMENTS[d.treatment].measures}
+    measured = {h.layer for h, d in prescription.items() if treatment_named(d.treatment).measures}
     return sorted(measured)

@@ -3,7 +3,8 @@
 First one treatment and amount for all heads at once, because heads that work together wake together
 (a copying head alone is worth nothing), with and without the heads that triage would spare; then
 head by head around the best of these, nothing included, as long as training loss falls by more than
-its own noise, and for a head that has nothing yet by more than the negligible. Exact: only the
+its own noise. A head whose treatment turns out not to matter is not tuned, and one that has nothing
+yet is tried only where triage saw a gain, which must be more than the negligible. Exact: only the
 layers from the changed head on are run again. A clear loss ends a trial early. Validation and
 evaluation text is never looked at.
 """
@@ -28,14 +29,17 @@ from headwise.forward.partial_run import layer_inputs, run_from
 from headwise.forward.tap import tapped
 from headwise.heads import Head
 from headwise.models.architectures import device_of
+from headwise.models.patch import Patch, Slice
+from headwise.surgery.operation import unchanged
 from headwise.surgery.plan import SurgeryPlan
 from headwise.surgery.sink_directions import LayerDirections
-from headwise.surgery.treatments import TREATMENTS, Dose, Prescription, treat
+from headwise.surgery.treatments import Dose, Prescription, treated_slices, treatment_named
 from headwise.texts.batches import Batch, join_batches
 from headwise.texts.corpus import spread_blocks
 from headwise.therapy.record import Tried
 
 SEARCHED = ("release", "centre")
+REGROWN = ("release+regrow", "centre+regrow")  # searched too where values or outputs decayed
 DOSE_BLOCKS = 16  # training blocks on which doses are compared
 TRIALS = len(SEARCHED) + 3  # doses that are tried for one head: none, the common, less and more
 _BATCH = 4  # blocks a forward pass
@@ -69,22 +73,32 @@ def choose_doses(
     heads: Sequence[Head],
     directions: Mapping[int, LayerDirections],
     *,
-    treatments: Sequence[str] = SEARCHED,
     spared: Collection[Head] = (),
+    promising: Collection[Head] | None = None,
 ) -> DoseChoice:
     """The prescription with the least training loss that the search met; the model is unchanged.
 
-    `spared` heads are treated only if all heads together do better with them than without.
+    `spared` heads are treated only if all heads together do better with them than without. Where
+    all together gain nothing, the `promising` ones are tried alone (by default all not spared).
     """
     if not heads:
         return DoseChoice({}, math.nan, math.nan, ())
     search = _Search(model, plan, directions, _joined(spread_blocks(blocks, DOSE_BLOCKS)))
     stock = search.begin({})
+    treatments = (*SEARCHED, *(REGROWN if search.decayed(heads) else ()))
     tried = _all_at_once(search, _joint_sets(heads, spared), treatments)
     common = _best_amounts(tried, treatments)
+    hopeful = set(heads) - set(spared) if promising is None else set(promising)
     for head in sorted(heads):
-        if head not in spared or head in search.state:
-            tried += _one_head(search, head, common)
+        if head in search.state:
+            tried += _tuned(search, head, common)
+        elif head in hopeful:
+            tried += _first_dose(search, head, common)
+    return _choice(search, stock, tried)
+
+
+def _choice(search: _Search, stock: Sums, tried: Sequence[Tried]) -> DoseChoice:
+    """What the search ended with; heads whose treatment did harm are not even trained."""
     parked = {row.heads for row in tried if row.kept and row.change < -_HARM}
     given = {h: d for h, d in search.state.items() if str(h) not in parked or d.amount}
     tokens = search.tokens.sum()
@@ -114,6 +128,8 @@ class _Search:
         lengths = torch.cat([b.lengths for b in batches])
         self.tokens = (lengths - 1).numpy()
         self.state: dict[Head, Dose] = {}
+        self.untreated = unchanged(model, plan)
+        self.known: dict[tuple[Head, Dose], dict[str, Slice]] = {}
 
     def begin(self, prescription: Prescription) -> Sums:
         """Make a prescription the current one: one whole pass that keeps every layer's input."""
@@ -145,9 +161,23 @@ class _Search:
                     break
         return sums
 
+    def decayed(self, heads: Sequence[Head]) -> bool:
+        """Whether any of the heads has values or outputs to regrow."""
+        return any(self._slices(head, Dose("regrow", 1.0)) for head in heads)
+
     def _treated(self, prescription: Prescription) -> AbstractContextManager[None]:
-        patch = treat(self.model, self.plan, prescription, directions=self.directions)
-        return patch.applied(self.model)
+        slices: dict[str, Slice] = {}
+        for head, dose in sorted(prescription.items()):
+            slices |= self._slices(head, dose)
+        return Patch(slices, self.untreated.info).applied(self.model)
+
+    def _slices(self, head: Head, dose: Dose) -> dict[str, Slice]:
+        """What a dose changes; the model is as it was whenever this is asked for the first time."""
+        if (head, dose) not in self.known:
+            self.known[head, dose] = treated_slices(
+                self.model, self.plan, head, dose, self.untreated, self.directions
+            )
+        return self.known[head, dose]
 
     def _sums(self, batch: Batch, last: Tensor) -> Sums:
         losses = token_losses(self.model, last, shifted_targets(batch.ids, batch.lengths))
@@ -183,9 +213,9 @@ def _all_at_once(
         lowest = min(head.layer for head in heads)
         for dose in _searched_doses(treatments):
             mean, error = search.change(search.losses(dict.fromkeys(heads, dose), lowest))
-            if mean + _CLEAR * error < 0 and mean < least:
-                best, least = (len(rows), dict.fromkeys(heads, dose)), mean
             rows.append(Tried(name, str(dose), mean, error, False))
+            if _gains(rows[-1], least):
+                best, least = (len(rows) - 1, dict.fromkeys(heads, dose)), mean
     if best is not None:
         search.begin(best[1])
         rows[best[0]] = replace(rows[best[0]], kept=True)
@@ -193,50 +223,69 @@ def _all_at_once(
 
 
 def _searched_doses(treatments: Sequence[str]) -> list[Dose]:
-    return [Dose(name, amount) for name in treatments for amount in TREATMENTS[name].doses]
+    return [Dose(name, amount) for name in treatments for amount in treatment_named(name).doses]
 
 
 def _best_amounts(tried: Sequence[Tried], treatments: Sequence[str]) -> list[Dose]:
     """The amount of each treatment that did best when all heads were given it."""
     found = []
     for name in treatments:
-        doses = {str(d): d for d in (Dose(name, a) for a in TREATMENTS[name].doses)}
+        doses = {str(dose): dose for dose in _searched_doses([name])}
         rows = [row for row in tried if row.dose in doses]
         found.append(doses[min(rows, key=lambda row: row.change).dose])
     return found
 
 
-def _one_head(search: _Search, head: Head, common: Sequence[Dose]) -> list[Tried]:
-    """Other doses for one head, nothing included; the best is kept if it beats its own noise.
-
-    A head that has nothing yet must also gain what is worth a treatment.
-    """
-    now = search.state.get(head)
-    rows, best, least = [], None, -_NEGLIGIBLE if now is None else 0.0
-    ahead = _options(now, common)
-    while ahead:
-        dose = ahead.pop(0)
-        mean, error = search.change(search.losses({**search.state, head: dose}, head.layer))
-        rows.append(Tried(str(head), str(dose), mean, error, False))
-        if mean + _CLEAR * error < 0 and mean < least:
-            best, least = dose, mean
-            ahead += _further(now, dose)
-    if best is not None:
-        search.begin({**search.state, head: best})
-    return [replace(row, kept=best is not None and row.dose == str(best)) for row in rows]
+def _first_dose(search: _Search, head: Head, common: Sequence[Dose]) -> list[Tried]:
+    """The common doses for a head that has none; it must gain what is worth a treatment."""
+    rows = [_trial(search, head, dose) for dose in common]
+    return _kept(search, head, rows, common, -_NEGLIGIBLE)
 
 
-def _options(now: Dose | None, common: Sequence[Dose]) -> list[Dose]:
-    """No treatment, the common amounts, and a little less or more of what the head has now."""
-    if now is None:
-        return list(common)
-    every = [Dose("none", 0.0), *common, _moved(now, -_STEP), _moved(now, _STEP)]
+def _tuned(search: _Search, head: Head, common: Sequence[Dose]) -> list[Tried]:
+    """Other doses for a treated head: nothing; and if that would cost, less, more, another kind."""
+    now, without = search.state[head], Dose("none", 0.0)
+    rows, doses = [_trial(search, head, without)], [without]
+    if rows[0].change - rows[0].error > 0 and rows[0].change > _NEGLIGIBLE:
+        ahead = _options(now, common)
+        while ahead:
+            doses.append(ahead.pop(0))
+            rows.append(_trial(search, head, doses[-1]))
+            if _gains(rows[-1], 0.0) and rows[-1] == min(rows, key=lambda row: row.change):
+                ahead += _further(now, doses[-1])
+    return _kept(search, head, rows, doses, 0.0)
+
+
+def _trial(search: _Search, head: Head, dose: Dose) -> Tried:
+    mean, error = search.change(search.losses({**search.state, head: dose}, head.layer))
+    return Tried(str(head), str(dose), mean, error, False)
+
+
+def _gains(row: Tried, least: float) -> bool:
+    """Less than `least`, and by more than the noise."""
+    return row.change + _CLEAR * row.error < 0 and row.change < least
+
+
+def _kept(
+    search: _Search, head: Head, rows: Sequence[Tried], doses: Sequence[Dose], least: float
+) -> list[Tried]:
+    """The best of the trials becomes the current state if it gains; the record says which."""
+    best = min(range(len(rows)), key=lambda at: rows[at].change)
+    if not _gains(rows[best], least):
+        return list(rows)
+    search.begin({**search.state, head: doses[best]})
+    return [replace(row, kept=at == best) for at, row in enumerate(rows)]
+
+
+def _options(now: Dose, common: Sequence[Dose]) -> list[Dose]:
+    """The common amounts, and a little less or more of what the head has now."""
+    every = [*common, _moved(now, -_STEP), _moved(now, _STEP)]
     return [dose for dose in dict.fromkeys(every) if dose != now]
 
 
-def _further(now: Dose | None, better: Dose) -> list[Dose]:
+def _further(now: Dose, better: Dose) -> list[Dose]:
     """The next amount in the direction that helped, up to one half more than a whole dose."""
-    if now is None or better.treatment != now.treatment:
+    if better.treatment != now.treatment:
         return []
     step = math.copysign(_STEP, better.amount - now.amount)
     further = _moved(better, step)

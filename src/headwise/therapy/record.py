@@ -48,6 +48,7 @@ class Therapy:
     change: Interval | None = None
     documents: int = 0  # of validation text that the patch was judged on
     better: bool | None = None
+    untriaged: tuple[str, ...] = ()  # of many heads those with least hope to first order
 
     @property
     def sentence(self) -> str:
@@ -70,7 +71,8 @@ class Therapy:
     def _found(self) -> str:
         counts = Counter(self.classes.values())
         told = ", ".join(f"{counts[name]} {name}" for name in TRIAGE_CLASSES if counts[name])
-        return f" ({told})" if told else ""
+        more = f"; {len(self.untriaged)} not looked at" if self.untriaged else ""
+        return f" ({told}{more})" if told else ""
 
     def save(self, run: Path) -> Path:
         """Write `therapy.json` into a run directory."""

@@ -33,7 +33,7 @@ from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.patch import Patch
 from headwise.models.spans import require_plain
 from headwise.progress import Budget, Progress, Work, silent, unlimited
-from headwise.proof.head_costs import Interventions, head_costs
+from headwise.proof.head_costs import Interventions, first_order_costs, head_costs
 from headwise.proof.staged import METHOD, Staged, discoveries, document_order, in_stages, looks_at
 from headwise.provenance import Decisions
 from headwise.settings import changed
@@ -125,6 +125,29 @@ def triage_heads(
     staged = _measured(model, encoded, heads, wards, chosen.thresholds, progress)
     judged = judge(heads, wards.kinds, staged, chosen.thresholds)
     return {str(head): found for head, found in zip(heads, judged, strict=True)}, staged
+
+
+def most_promising(
+    model: PreTrainedModel,
+    plan: SurgeryPlan,
+    encoded: list[list[int]],
+    directions: Mapping[int, LayerDirections],
+    most: int,
+    *,
+    progress: Progress = silent,
+) -> list[Head]:
+    """The targets that may sleep or be empty, to first order: half gain most, half cost least.
+
+    Gain: by the better query treatment. Cost: of taking the head away, in either direction.
+    """
+    heads = plan.target_heads
+    treated = {n: treated_queries(model, plan, n, 1.0, directions) for n in HANDLES}
+    asked = Interventions(treated=treated, unsink=False)
+    costs = first_order_costs(model, encoded, heads, asked, progress=progress).sum(2)
+    by_gain = np.argsort(costs[:, 1:].min(1), kind="stable")
+    by_cost = np.argsort(np.abs(costs[:, 0]), kind="stable")
+    order = dict.fromkeys(np.stack([by_gain, by_cost], 1).ravel().tolist())
+    return sorted(heads[at] for at in list(order)[:most])
 
 
 def _first_token(loaded: LoadedModel, bos: bool | None, diagnosis: Diagnosis) -> LoadedModel:

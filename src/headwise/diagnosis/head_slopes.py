@@ -1,0 +1,66 @@
+"""First-order estimates: the slope of the loss by what a head gives, from one backward pass a text.
+
+The slope times the change of a head's output, summed over tokens, estimates what that change costs
+(Michel et al. 2019 for taking a head away; attribution patching for any other change).
+Estimates only order the work: what is decided about a head rests on exact costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from headwise.forward.checkpointing import checkpointed
+from headwise.forward.frozen import frozen
+from headwise.forward.losses import shifted_targets, summed_loss
+from headwise.forward.tap import Sight, tapped
+from headwise.models.architectures import attention_layers, backbone_of, device_of, geometry_of
+from headwise.ranks import shared_out
+from headwise.texts.batches import Batch, batches
+
+Outs = Float[Tensor, "text head query value"]
+
+
+def first_order_importance(
+    model: PreTrainedModel, encoded: Sequence[Sequence[int]], *, batch_size: int = 4
+) -> Float[np.ndarray, "layer head"]:
+    """Estimated change of mean loss without a head: -E[o . dL/do]."""
+    geometry = geometry_of(model)
+    estimate = torch.zeros(geometry.num_layers, geometry.num_heads, dtype=torch.float64)
+    tokens = sum(len(ids) - 1 for ids in encoded)
+    numbers = attention_layers(model)
+    with frozen(model):
+        work = list(batches(encoded, batch_size))
+        for _, found in shared_out(partial(head_slopes, model), work):
+            for layer, (out, slope) in found.items():
+                products = out.double() * slope.double()
+                estimate[numbers.index(layer)] -= products.sum((0, 2, 3)).cpu()
+    return (estimate / tokens).numpy()
+
+
+def head_slopes(model: PreTrainedModel, batch: Batch) -> dict[int, tuple[Outs, Outs]]:
+    """What each layer's heads gave, and the slope of the batch's summed loss by it.
+
+    Activations are recomputed layer by layer: kept, they would be the peak of an evaluation.
+    """
+    seen: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def lean(sight: Sight) -> Tensor:
+        if sight.layer not in seen:  # a recomputed layer must meet its first leaf again
+            leaf = torch.zeros_like(sight.out, requires_grad=True)
+            seen[sight.layer] = (sight.out.detach(), leaf)
+        return sight.out + seen[sight.layer][1]
+
+    ids = batch.ids.to(device_of(model))
+    with tapped(model, lean), checkpointed(model, 0):
+        last = backbone_of(model)(input_ids=ids, use_cache=False).last_hidden_state
+        loss = summed_loss(model, last, shifted_targets(ids, batch.lengths))
+        layers = sorted(seen)
+        slopes = torch.autograd.grad(loss, [seen[layer][1] for layer in layers])
+    return {layer: (seen[layer][0], slope) for layer, slope in zip(layers, slopes, strict=True)}
