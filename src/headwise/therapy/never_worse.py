@@ -20,15 +20,17 @@ from headwise.intervals import Interval, mean_interval
 from headwise.models.architectures import backbone_of, device_of
 from headwise.models.patch import Patch
 from headwise.texts.batches import Batch
-from headwise.texts.corpus import Corpus
+from headwise.texts.corpus import Corpus, spread_blocks
 
 ENOUGH = 32  # documents that a bootstrap can rest on
+MOST = 512  # blocks of a large corpus that are read: more would only narrow the interval
 
 
 def judged_blocks(corpus: Corpus, seen: int) -> tuple[Batch, ...]:
     """The validation blocks that a patch is judged on; `seen` of them steered the training."""
     unseen = corpus.validation[seen:]
-    return unseen if count_documents(unseen) >= ENOUGH else corpus.validation
+    enough = count_documents(unseen) >= ENOUGH
+    return tuple(spread_blocks(unseen if enough else corpus.validation, MOST))
 
 
 def count_documents(blocks: Sequence[Batch]) -> int:

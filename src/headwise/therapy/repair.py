@@ -56,7 +56,8 @@ def repair(
     require_plain(loaded.model)
     stage("tokenising the corpus", progress)
     blocks, chosen = cut_corpus(loaded, corpus, recipe, treatment, changes or {}, excluded)
-    stage(told_recipe(chosen, loaded, blocks.info.train_tokens), progress)
+    if mode in TRAINED:
+        stage(told_recipe(chosen, loaded, blocks.info.train_tokens), progress)
     given = changed(plan or plan_sick_heads(loaded, blocks, chosen), bos=loaded.bos)
     budget(loaded.model, _work(chosen, given, mode, treatment))
     work = (loaded, given, blocks, chosen)
