@@ -39,7 +39,7 @@ from headwise.therapy.never_worse import count_documents, judged_blocks, validat
 from headwise.therapy.record import THERAPY, Therapy
 from headwise.therapy.triage import INTERVENTIONS, most_promising, triage_heads
 
-TRIAGE_TEXTS = 12  # training documents; heads that stay undecided are left to the dose search
+FEWEST_TEXTS, MOST_TEXTS = 12, 32  # training documents of a triage: more where heads are few
 # Heads that are triaged at most. On the patients and MiniMind2 every head that gains over 0.005 by
 # a treatment is among the first ten to first order, and none gains more than its estimate (LOG).
 TRIAGED = 40
@@ -52,9 +52,15 @@ def choice_blocks(heads: int) -> float:
     A head is changed in half of the layers on average: under triage's interventions, then with
     every dose that the search tries for it. A first-order estimate takes a backward pass too.
     """
-    estimates = 4 * TRIAGE_TEXTS if heads > TRIAGED else 0
-    tried = (TRIAGE_TEXTS * INTERVENTIONS + DOSE_BLOCKS * TRIALS) * min(heads, TRIAGED) / 2
+    texts = triage_texts_for(heads)
+    estimates = 4 * texts if heads > TRIAGED else 0
+    tried = (texts * INTERVENTIONS + DOSE_BLOCKS * TRIALS) * min(heads, TRIAGED) / 2
     return estimates + tried
+
+
+def triage_texts_for(heads: int) -> int:
+    """Documents for so many heads: about as much work, whether many heads or few."""
+    return min(MOST_TEXTS, max(FEWEST_TEXTS, FEWEST_TEXTS * TRIAGED // max(heads, 1)))
 
 
 @dataclass(frozen=True)
@@ -174,7 +180,7 @@ def _triaged(
     """What triage finds on training text in the heads that are worth its work."""
     if not plan.target_heads:
         return {}
-    texts = _triage_texts(corpus)
+    texts = _triage_texts(corpus, triage_texts_for(len(plan.target_heads)))
     plan = changed(plan, kv_policy="queries-only", treatments={}, doses={}, summary=None)
     if len(plan.target_heads) > TRIAGED:
         stage(f"first-order estimates of {len(plan.target_heads)} heads", progress)
@@ -185,16 +191,16 @@ def _triaged(
     return {Head.parse(name): row for name, row in found.items()}
 
 
-def _triage_texts(corpus: Corpus) -> list[list[int]]:
+def _triage_texts(corpus: Corpus, most: int) -> list[list[int]]:
     """One piece of each of a few training documents, in the order in which they are used."""
     pieces = {  # one per document: the bootstrap takes them for independent
         owner: ids[:length].tolist()
-        for block in spread_blocks(corpus.train, 2 * TRIAGE_TEXTS)
+        for block in spread_blocks(corpus.train, 2 * most)
         for owner, ids, length in zip(block.index, block.ids, block.lengths, strict=True)
         if length > 1
     }
     rows = list(pieces.values())
-    order = document_order(len(rows), 0)[:TRIAGE_TEXTS]
+    order = document_order(len(rows), 0)[:most]
     return [rows[i] for i in order]
 
 
