@@ -79,16 +79,18 @@ def choose_doses(
     """The prescription with the least training loss that the search met; the model is unchanged.
 
     `spared` heads are treated only if all heads together do better with them than without. Where
-    all together gain nothing, the `promising` ones are tried alone (by default all not spared).
+    all together gain nothing, decayed heads and `promising` ones (by default all not spared) are
+    tried alone.
     """
     if not heads:
         return DoseChoice({}, math.nan, math.nan, ())
     search = _Search(model, plan, directions, _joined(spread_blocks(blocks, DOSE_BLOCKS)))
     stock = search.begin({})
-    treatments = (*SEARCHED, *(REGROWN if search.decayed(heads) else ()))
+    decayed = search.decayed(heads)
+    treatments = (*SEARCHED, *(REGROWN if decayed else ()))
     tried = _all_at_once(search, _joint_sets(heads, spared), treatments)
     common = _best_amounts(tried, treatments)
-    hopeful = set(heads) - set(spared) if promising is None else set(promising)
+    hopeful = {*decayed, *(set(heads) - set(spared) if promising is None else promising)}
     for head in sorted(heads):
         if head in search.state:
             tried += _tuned(search, head, common)
@@ -161,9 +163,9 @@ class _Search:
                     break
         return sums
 
-    def decayed(self, heads: Sequence[Head]) -> bool:
-        """Whether any of the heads has values or outputs to regrow."""
-        return any(self._slices(head, Dose("regrow", 1.0)) for head in heads)
+    def decayed(self, heads: Sequence[Head]) -> list[Head]:
+        """The heads that have values or outputs to regrow."""
+        return [head for head in heads if self._slices(head, Dose("regrow", 1.0))]
 
     def _treated(self, prescription: Prescription) -> AbstractContextManager[None]:
         slices: dict[str, Slice] = {}
