@@ -8,13 +8,15 @@ import json
 import random
 import typing
 
+import numpy as np
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from headwise.bench import ablation, diagnose, plasticity, repair, run, scale
+from headwise.bench import ablation, decisions, diagnose, plasticity, repair, run, scale
 from headwise.cli import app
 from headwise.cli.show import bench_tables
+from headwise.heads import Head
 from headwise.values import to_plain
 
 
@@ -101,3 +103,21 @@ def test_an_unknown_benchmark_is_refused_with_the_known_ones(tmp_path):
     done = CliRunner().invoke(app, ["bench", "speed", "--out", str(tmp_path)])
     assert done.exit_code == 1
     assert "all, diagnose, repair" in str(done.exception)
+
+
+def test_decisions_are_replayed_from_costs_that_were_measured_once(monkeypatch):
+    noise = np.random.default_rng(0)
+    heads, tokens = tuple(Head(0, i) for i in range(4)), np.full(40, 100)
+    effects = np.array([5.0, 1.0, 0.0, 0.0])[:, None]  # summed nats a text
+    costs = effects + noise.normal(size=(4, 40)) * np.array([0.5, 0.5, 0.01, 3.0])[:, None]
+    monkeypatch.setattr(decisions, "_measured", lambda *asked: (heads, costs, tokens))
+    [row] = decisions.bench_decisions(draws=200)
+    assert (row.heads, row.texts) == (4, 40)
+    assert 0.1 < row.work_to_fixed <= row.largest_work < 0.6
+    assert row.most_decisions_turned == 0
+    assert row.draws_with_a_false_discovery <= 0.05
+    still = effects + np.zeros((4, 40))
+    monkeypatch.setattr(decisions, "_measured", lambda *asked: (heads, still, tokens))
+    [sure] = decisions.bench_decisions(draws=5)
+    assert sure.most_decisions_lost == 0
+    assert sure.work_to_fixed < row.work_to_fixed  # the first look decides

@@ -38,9 +38,9 @@ def peeked(looks, deltas, tokens):
 
 
 def test_every_look_spends_the_share_of_its_documents_and_all_of_them_the_error():
-    assert looks_at(64).sizes == (5, 8, 12, 18, 28, 42, 64)
-    assert looks_at(64).shares == pytest.approx(np.array([5, 3, 4, 6, 10, 14, 22]) / 64)
-    assert looks_at(12).sizes == (5, 8, 12)
+    assert looks_at(64).sizes == (6, 8, 11, 15, 20, 27, 36, 48, 64)
+    assert looks_at(64).shares == pytest.approx(np.array([6, 2, 3, 4, 5, 7, 9, 12, 16]) / 64)
+    assert looks_at(12).sizes == (6, 9, 12)
     assert looks_at(5).sizes == (5,)
     assert sum(looks_at(100).shares) == pytest.approx(1)
 

@@ -233,7 +233,7 @@ def test_triage_judges_the_chosen_heads_and_survives_its_file(small, tmp_path):
     assert again.save(tmp_path / "again.json").read_bytes() == path.read_bytes()
     assert sum(found.counts.values()) == 4
     decisions = found.provenance.decisions
-    assert decisions.looks == (5, 8, 13, 20)
+    assert decisions.looks == (6, 8, 11, 15, 20)
     assert 0 < decisions.share_of_all_work <= 1
     assert read_snapshot(tmp_path).triage is not None
 

@@ -83,6 +83,14 @@ def _triage(asked: Asked) -> Rows:
     return bench_triage(model=asked.model, repeats=asked.repeats)
 
 
+def _decisions(asked: Asked) -> Rows:
+    from headwise.bench.decisions import bench_decisions
+
+    if asked.quick:
+        return bench_decisions(model=asked.model, texts=16, length=64, draws=100)
+    return bench_decisions(model=asked.model, progress=asked.progress)
+
+
 def _plasticity(asked: Asked) -> Rows:
     from headwise.bench.plasticity import bench_plasticity
 
@@ -109,6 +117,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "repair": Benchmark("training of slices", "the paper's way, and the limit", _repair),
     "ablation": Benchmark("exact cost of every head", "a forward pass a head", _ablation),
     "triage": Benchmark("why heads are sick", "a forward pass a question", _triage),
+    "decisions": Benchmark("as little text as needed", "every head on every text", _decisions),
     "plasticity": Benchmark(
         "plasticity over all pairs", "the reference, pair by pair", _plasticity
     ),

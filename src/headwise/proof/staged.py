@@ -52,9 +52,13 @@ class Looks:
 
 
 def looks_at(documents: int, first: int = FIRST_LOOK) -> Looks:
-    """All documents at the last look, two thirds of them at the one before, and so on."""
+    """All documents at the last look, three quarters of them at the one before, and so on.
+
+    Looking that often costs some width of every interval and still ends sooner: 0.192 instead of
+    0.202 of the fixed work on MiniMind2, with the same decisions (`headwise bench decisions`).
+    """
     sizes = [documents]
-    while (fewer := sizes[0] * 2 // 3) >= first:
+    while (fewer := sizes[0] * 3 // 4) >= first:
         sizes.insert(0, fewer)
     return Looks(tuple(sizes))
 

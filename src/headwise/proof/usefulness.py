@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -27,6 +27,7 @@ from headwise.proof.staged import (
     FIRST_LOOK,
     HOPE,
     METHOD,
+    Measure,
     Staged,
     discoveries,
     document_order,
@@ -116,7 +117,7 @@ def judge_heads(
     progress: Progress = silent,
 ) -> Usefulness:
     """Ablate each head alone, until it is decided or the text is used up."""
-    chosen, looks = tuple(sorted(heads)), looks_at(len(encoded), _FIRST_LOOK)
+    chosen = tuple(sorted(heads))
     documents = [encoded[i] for i in document_order(len(encoded), seed)]
     tokens = np.array([len(ids) - 1 for ids in documents])
 
@@ -124,12 +125,21 @@ def judge_heads(
         texts, some = [documents[i] for i in taken], [chosen[row] for row in rows]
         return head_costs(model, texts, some, Interventions(unsink=False), progress=progress).deltas
 
-    def undecided(staged: Staged) -> Bool[np.ndarray, "row"]:
-        return Usefulness(chosen, staged).open_rows()
-
-    found = Usefulness(chosen, in_stages(looks, tokens, (len(chosen), 1), measure, undecided))
+    found = decide(chosen, tokens, measure)
     useful = [head for head, yes in zip(chosen, found.useful(), strict=True) if yes]
     return replace(found, mean=_mean_costs(model, documents[:FIRST_LOOK], useful, means))
+
+
+def decide(
+    heads: tuple[Head, ...], tokens: Int[np.ndarray, "document"], measure: Measure
+) -> Usefulness:
+    """Ask for more documents of the heads that are still open, look by look."""
+
+    def undecided(staged: Staged) -> Bool[np.ndarray, "row"]:
+        return Usefulness(heads, staged).open_rows()
+
+    looks = looks_at(len(tokens), _FIRST_LOOK)
+    return Usefulness(heads, in_stages(looks, tokens, (len(heads), 1), measure, undecided))
 
 
 def _mean_costs(
