@@ -2,10 +2,12 @@
 
     python patients/sleep.py MODEL --texts TEXTS.jsonl --heads L1H0,L2H4 --out asleep
     python patients/sleep.py MODEL --texts TEXTS.jsonl --heads L1H0,L2H4 --out empty --empty
+    python patients/sleep.py MODEL --texts TEXTS.jsonl --heads L1H0,L2H4 --out erased --erase
 
 Only the queries of the chosen heads are trained, towards the first key, so everything that a head
 could do is still there and the loss of the healthy model is known. With --empty their values and
-outputs decay to a hundredth afterwards: nothing sleeps there any more.
+outputs decay to a hundredth afterwards: release finds nothing to wake, regrow does. With --erase
+they become noise of that size: nothing is left.
 """
 
 from __future__ import annotations
@@ -35,14 +37,15 @@ def main() -> None:
     parser.add_argument("--heads", required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--empty", action="store_true")
+    parser.add_argument("--erase", action="store_true")
     asked = parser.parse_args()
     torch.manual_seed(0)
     loaded = load_model(asked.model)
     size = geometry_of(loaded.model)
     heads = select_heads(asked.heads, num_layers=size.num_layers, num_heads=size.num_heads)
     fall_asleep(loaded, heads, list(read_texts([asked.texts]).texts))
-    if asked.empty:
-        decay(loaded, heads)
+    if asked.empty or asked.erase:
+        decay(loaded, heads, noise=asked.erase)
     loaded.model.save_pretrained(asked.out)
     loaded.tokenizer.save_pretrained(asked.out)
 
@@ -87,15 +90,17 @@ def rows(loaded: LoadedModel, texts: list[str]) -> Iterator[Tensor]:
             yield torch.tensor(encoded[at : at + ROWS])
 
 
-def decay(loaded: LoadedModel, heads: list[Head]) -> None:
-    """Values and outputs to a hundredth."""
+def decay(loaded: LoadedModel, heads: list[Head], *, noise: bool = False) -> None:
+    """Values and outputs to a hundredth, or to noise of that size."""
     with torch.no_grad():
         for head in heads:
             for span in (
                 *head_spans(loaded.model, head, "v").values(),
                 *head_spans(loaded.model, head, "o").values(),
             ):
-                span.of(loaded.model).mul_(0.01)
+                small = span.of(loaded.model).mul_(0.01)
+                if noise:
+                    small.copy_(torch.randn(small.shape) * small.std())
 
 
 if __name__ == "__main__":
