@@ -33,9 +33,9 @@ from headwise.texts.corpus import build_corpus
 from headwise.texts.text_sets import TextSet
 from headwise.therapy import auto, dose
 from headwise.therapy.auto import choice_blocks
-from headwise.therapy.dose import _further, _options, choose_doses
+from headwise.therapy.dose import _further, _gains, _options, _sure, choose_doses
 from headwise.therapy.never_worse import MOST, judged_blocks, validation_change
-from headwise.therapy.record import Therapy
+from headwise.therapy.record import Therapy, Tried
 from headwise.therapy.repair import plan_sick_heads, repair
 from planned import TINY_RECIPE, plan_for, random_corpus, small_texts, weight_bits
 
@@ -271,6 +271,14 @@ def test_a_dose_is_raised_as_long_as_that_helps():
     assert _further(now, Dose("release", 0.9)) == [Dose("release", 0.8)]
     assert _further(now, Dose("release", 1.5)) == []
     assert _further(now, Dose("centre", 0.8)) == []
+
+
+def test_one_of_many_heads_must_gain_more_than_the_best_of_so_many_would_by_chance():
+    row = Tried("L15H1", "centre 0.6", change=-0.0035, error=0.0012, kept=False)
+    assert _gains(row, -0.002, _sure(1, 16))
+    assert not _gains(row, -0.002, _sure(72, 16))
+    best = np.random.default_rng(0).standard_t(15, size=(4000, 72)).max(1)
+    assert (best > _sure(72, 16)).mean() == pytest.approx(0.05, abs=0.015)
 
 
 def test_heads_are_tried_alone_only_where_triage_saw_hope(asleep):

@@ -4,9 +4,9 @@ First one treatment and amount for all heads at once, because heads that work to
 (a copying head alone is worth nothing), with and without the heads that triage would spare; then
 head by head around the best of these, nothing included, as long as training loss falls by more than
 its own noise. A head whose treatment turns out not to matter is not tuned, and one that has nothing
-yet is tried only where triage saw a gain, which must be more than the negligible. Exact: only the
-layers from the changed head on are run again. A clear loss ends a trial early. Validation and
-evaluation text is never looked at.
+yet is tried only where triage saw a gain, which must be more than the negligible and more than what
+so many trials show by chance. Exact: only the layers from the changed head on are run again. A
+clear loss ends a trial early. Validation and evaluation text is never looked at.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from headwise.forward.losses import shifted_targets, token_losses
 from headwise.forward.partial_run import layer_inputs, run_from
 from headwise.forward.tap import tapped
 from headwise.heads import Head
+from headwise.intervals import LEVEL
 from headwise.models.architectures import device_of
 from headwise.models.patch import Patch, Slice
 from headwise.surgery.operation import unchanged
@@ -91,11 +92,12 @@ def choose_doses(
     tried = _all_at_once(search, _joint_sets(heads, spared), treatments)
     common = _best_amounts(tried, treatments)
     hopeful = {*decayed, *(set(heads) - set(spared) if promising is None else promising)}
+    sure = _sure(len(hopeful) * len(common), len(search.tokens))
     for head in sorted(heads):
         if head in search.state:
             tried += _tuned(search, head, common)
         elif head in hopeful:
-            tried += _first_dose(search, head, common)
+            tried += _first_dose(search, head, common, sure)
     return _choice(search, stock, tried)
 
 
@@ -238,10 +240,20 @@ def _best_amounts(tried: Sequence[Tried], treatments: Sequence[str]) -> list[Dos
     return found
 
 
-def _first_dose(search: _Search, head: Head, common: Sequence[Dose]) -> list[Tried]:
+def _first_dose(search: _Search, head: Head, common: Sequence[Dose], sure: float) -> list[Tried]:
     """The common doses for a head that has none; it must gain what is worth a treatment."""
     rows = [_trial(search, head, dose) for dose in common]
-    return _kept(search, head, rows, common, -_NEGLIGIBLE)
+    return _kept(search, head, rows, common, -_NEGLIGIBLE, sure)
+
+
+def _sure(trials: int, documents: int) -> float:
+    """Standard errors that none of so many trials without effect is away from 0, at 95%.
+
+    Of a hundred heads tried alone some gain by chance; a Student quantile with Bonferroni's share.
+    """
+    from scipy.stats import t as student  # late: slow to load
+
+    return float(student.ppf(LEVEL + (1 - LEVEL) * (1 - 1 / max(trials, 1)), max(documents - 1, 1)))
 
 
 def _tuned(search: _Search, head: Head, common: Sequence[Dose]) -> list[Tried]:
@@ -263,17 +275,22 @@ def _trial(search: _Search, head: Head, dose: Dose) -> Tried:
     return Tried(str(head), str(dose), mean, error, False)
 
 
-def _gains(row: Tried, least: float) -> bool:
+def _gains(row: Tried, least: float, clear: float = _CLEAR) -> bool:
     """Less than `least`, and by more than the noise."""
-    return row.change + _CLEAR * row.error < 0 and row.change < least
+    return row.change + clear * row.error < 0 and row.change < least
 
 
 def _kept(
-    search: _Search, head: Head, rows: Sequence[Tried], doses: Sequence[Dose], least: float
+    search: _Search,
+    head: Head,
+    rows: Sequence[Tried],
+    doses: Sequence[Dose],
+    least: float,
+    clear: float = _CLEAR,
 ) -> list[Tried]:
     """The best of the trials becomes the current state if it gains; the record says which."""
     best = min(range(len(rows)), key=lambda at: rows[at].change)
-    if not _gains(rows[best], least):
+    if not _gains(rows[best], least, clear):
         return list(rows)
     search.begin({**search.state, head: doses[best]})
     return [replace(row, kept=at == best) for at, row in enumerate(rows)]
