@@ -56,8 +56,7 @@ def repair(
     require_plain(loaded.model)
     stage("tokenising the corpus", progress)
     blocks, chosen = cut_corpus(loaded, corpus, recipe, treatment, changes or {}, excluded)
-    if mode in TRAINED:
-        stage(told_recipe(chosen, loaded, blocks.info.train_tokens), progress)
+    _tell_recipe(chosen, loaded, blocks, progress if mode in TRAINED else silent)
     given = changed(plan or plan_sick_heads(loaded, blocks, chosen), bos=loaded.bos)
     budget(loaded.model, _work(chosen, given, mode, treatment))
     work = (loaded, given, blocks, chosen)
@@ -135,15 +134,16 @@ def recipe_for(loaded: LoadedModel, treatment: str | None = None) -> Recipe:
     return fitted_recipe(width, loaded.max_positions, parameters, treatment)
 
 
-def told_recipe(recipe: Recipe, loaded: LoadedModel, tokens: int) -> str:
+def _tell_recipe(recipe: Recipe, loaded: LoadedModel, corpus: Corpus, progress: Progress) -> None:
     """The recipe and what decided it, in one line."""
     width = int(loaded.model.config.get_text_config().hidden_size)
     positions = loaded.max_positions
-    return (
+    told = (
         f"recipe {recipe.name}: {recipe.steps} steps of {recipe.batch_tokens:,} tokens at lr "
         f"{recipe.lr:.2g}, blocks of {recipe.block} (width {width}, "
-        f"{positions or 'any number of'} positions, {tokens:,} training tokens)"
+        f"{positions or 'any number of'} positions, {corpus.info.train_tokens:,} training tokens)"
     )
+    stage(told, progress)
 
 
 def plan_sick_heads(loaded: LoadedModel, corpus: Corpus, recipe: Recipe) -> SurgeryPlan:
