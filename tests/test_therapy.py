@@ -31,12 +31,13 @@ from headwise.surgery.sink_directions import measure_directions
 from headwise.surgery.treatments import Dose, prescribed, treat, with_prescription, with_treatment
 from headwise.texts.corpus import build_corpus
 from headwise.texts.text_sets import TextSet
-from headwise.therapy import auto, dose
+from headwise.therapy import auto, dose, ill_heads
 from headwise.therapy.auto import choice_blocks
 from headwise.therapy.dose import _further, _gains, _options, _sure, choose_doses
+from headwise.therapy.ill_heads import plan_ill_heads
 from headwise.therapy.never_worse import MOST, judged_blocks, validation_change
 from headwise.therapy.record import Therapy, Tried
-from headwise.therapy.repair import plan_sick_heads, repair
+from headwise.therapy.repair import repair
 from planned import TINY_RECIPE, plan_for, random_corpus, small_texts, weight_bits
 
 
@@ -193,7 +194,7 @@ def test_auto_ends_in_an_empty_patch_where_nothing_is_shown_to_be_better(tiny, t
 def test_auto_finds_no_head_to_treat_in_a_model_without_sick_heads(tmp_path):
     loaded = LoadedModel("tiny", tiny_language_model("llama"), tiny_tokenizer())
     corpus = numbered_corpus(validation=3, length=24)
-    plan = plan_sick_heads(loaded, corpus, TINY_RECIPE)
+    plan = plan_ill_heads(loaded, corpus, TINY_RECIPE)
     assert plan.targets == ""
     run = repair(loaded, None, corpus, TINY_RECIPE, out=tmp_path, treatment="auto")
     assert run.patch.is_empty
@@ -206,8 +207,19 @@ def test_a_head_that_gives_nothing_is_ill_wherever_it_looks():
     for role in ("v", "o"):
         for span in head_spans(loaded.model, head, role).values():
             span.of(loaded.model).data *= 1e-3
-    plan = plan_sick_heads(loaded, numbered_corpus(validation=3, length=24), TINY_RECIPE)
+    plan = plan_ill_heads(loaded, numbered_corpus(validation=3, length=24), TINY_RECIPE)
     assert head in plan.target_heads
+
+
+def test_a_drowsy_head_is_ill_only_if_a_treatment_wakes_it(asleep, monkeypatch):
+    loaded, _, corpus = asleep
+    monkeypatch.setattr(ill_heads, "_ILL", "output_norm_ratio < 0.0")  # staring is no illness now
+    recipe = RECIPES["patient"]
+    found = plan_ill_heads(loaded, corpus, recipe).target_heads
+    assert Head(4, 7) in found
+    assert len(found) < 20  # all of them look at the first token, most gain nothing by not doing so
+    monkeypatch.setattr(ill_heads, "_DROWSY", "first_token_mass > 1")
+    assert plan_ill_heads(loaded, corpus, recipe).target_heads == []
 
 
 def test_the_work_of_auto_counts_triage_and_doses(tiny, tmp_path):

@@ -22,7 +22,6 @@ from headwise.models.loaded_model import LoadedModel
 from headwise.models.patch import Patch
 from headwise.models.patch_info import PatchInfo
 from headwise.progress import Progress, silent, stage
-from headwise.proof.staged import document_order
 from headwise.settings import changed
 from headwise.surgery.operation import require_planned_model
 from headwise.surgery.plan import SurgeryPlan
@@ -32,9 +31,10 @@ from headwise.surgery.run_settings import PATCH, RunSettings, is_finished
 from headwise.surgery.run_state import RunState
 from headwise.surgery.sink_directions import LayerDirections, measure_directions
 from headwise.surgery.treatments import Dose, Prescription, with_prescription
-from headwise.texts.corpus import Corpus, spread_blocks
+from headwise.texts.corpus import Corpus
 from headwise.texts.text_sets import TextSet
 from headwise.therapy.dose import DOSE_BLOCKS, TRIALS, choose_doses
+from headwise.therapy.ill_heads import training_documents
 from headwise.therapy.never_worse import count_documents, judged_blocks, validation_change
 from headwise.therapy.record import THERAPY, Therapy
 from headwise.therapy.triage import INTERVENTIONS, most_promising, triage_heads
@@ -180,7 +180,7 @@ def _triaged(
     """What triage finds on training text in the heads that are worth its work."""
     if not plan.target_heads:
         return {}
-    texts = _triage_texts(corpus, triage_texts_for(len(plan.target_heads)))
+    texts = training_documents(corpus, triage_texts_for(len(plan.target_heads)))
     plan = changed(plan, kv_policy="queries-only", treatments={}, doses={}, summary=None)
     if len(plan.target_heads) > TRIAGED:
         stage(f"first-order estimates of {len(plan.target_heads)} heads", progress)
@@ -189,19 +189,6 @@ def _triaged(
     stage(f"triage of {len(plan.target_heads)} heads on training text", progress)
     found, _ = triage_heads(model, plan, texts, directions=directions, progress=progress)
     return {Head.parse(name): row for name, row in found.items()}
-
-
-def _triage_texts(corpus: Corpus, most: int) -> list[list[int]]:
-    """One piece of each of a few training documents, in the order in which they are used."""
-    pieces = {  # one per document: the bootstrap takes them for independent
-        owner: ids[:length].tolist()
-        for block in spread_blocks(corpus.train, 2 * most)
-        for owner, ids, length in zip(block.index, block.ids, block.lengths, strict=True)
-        if length > 1
-    }
-    rows = list(pieces.values())
-    order = document_order(len(rows), 0)[:most]
-    return [rows[i] for i in order]
 
 
 def _treated_plan(plan: SurgeryPlan, therapy: Therapy) -> SurgeryPlan:

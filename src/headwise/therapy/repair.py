@@ -5,24 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from headwise.diagnosis.diagnose import diagnose
 from headwise.integrity.locks import one_writer
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.spans import require_plain
 from headwise.progress import Budget, Progress, Work, silent, stage, unlimited
 from headwise.settings import changed
 from headwise.surgery.modes import TRAINED, Mode, require_treated_mode
-from headwise.surgery.plan import SurgeryPlan, make_plan
+from headwise.surgery.plan import SurgeryPlan
 from headwise.surgery.recipe import Recipe, fit_corpus, fit_positions, fitted_recipe, known_recipe
 from headwise.surgery.repair import RepairRun, repair as repair_heads, repair_corpus
-from headwise.texts.corpus import Corpus, spread_blocks
+from headwise.texts.corpus import Corpus
 from headwise.texts.text_sets import TextSet
 from headwise.therapy.auto import choice_blocks, repair_automatically
-from headwise.therapy.triage import selected_heads
+from headwise.therapy.ill_heads import plan_ill_heads
 
 AUTO = "auto"
-_ILL = "sick, output_norm_ratio < 0.05"  # the least of the healthy heads that were seen has 0.48
-_BLOCKS = 32  # training blocks on which auto looks for sick heads if no plan is given
 
 
 @takes_model
@@ -57,9 +54,9 @@ def repair(
     stage("tokenising the corpus", progress)
     blocks, chosen = cut_corpus(loaded, corpus, recipe, treatment, changes or {}, excluded)
     _tell_recipe(chosen, loaded, blocks, progress if mode in TRAINED else silent)
-    given = changed(plan or plan_sick_heads(loaded, blocks, chosen), bos=loaded.bos)
-    budget(loaded.model, _work(chosen, given, mode, treatment))
-    work = (loaded, given, blocks, chosen)
+    plan = plan or plan_ill_heads(loaded, blocks, chosen, progress=progress)
+    budget(loaded.model, _work(chosen, plan, mode, treatment))
+    work = (loaded, changed(plan, bos=loaded.bos), blocks, chosen)
     with one_writer(Path(out)):
         if treatment == AUTO:
             require_treated_mode(mode)
@@ -144,20 +141,3 @@ def _tell_recipe(recipe: Recipe, loaded: LoadedModel, corpus: Corpus, progress: 
         f"{positions or 'any number of'} positions, {corpus.info.train_tokens:,} training tokens)"
     )
     stage(told, progress)
-
-
-def plan_sick_heads(loaded: LoadedModel, corpus: Corpus, recipe: Recipe) -> SurgeryPlan:
-    """A plan for the heads that are sick or silent on training text; it may have no targets.
-
-    A head that lost its values gives nothing wherever it looks, and need not look at the sink.
-    """
-    rows = [
-        row[:length].tolist()
-        for block in spread_blocks(corpus.train, _BLOCKS)
-        for row, length in zip(block.ids, block.lengths, strict=True)
-    ]
-    texts = tuple(str(loaded.tokenizer.decode(ids, skip_special_tokens=True)) for ids in rows)
-    found = diagnose(loaded, TextSet(corpus.name, texts), max_length=recipe.block)
-    if selected_heads(found, _ILL):
-        return make_plan(found, heads=_ILL)
-    return changed(make_plan(found, heads="all"), targets="", healthy="all", summary=None)

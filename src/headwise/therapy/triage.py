@@ -34,7 +34,15 @@ from headwise.models.patch import Patch
 from headwise.models.spans import require_plain
 from headwise.progress import Budget, Progress, Work, silent, unlimited
 from headwise.proof.head_costs import Interventions, first_order_costs, head_costs
-from headwise.proof.staged import METHOD, Staged, discoveries, document_order, in_stages, looks_at
+from headwise.proof.staged import (
+    METHOD,
+    Staged,
+    discoveries,
+    document_order,
+    in_stages,
+    looks_at,
+    student_p,
+)
 from headwise.provenance import Decisions
 from headwise.settings import changed
 from headwise.surgery.plan import SurgeryPlan, make_plan
@@ -141,13 +149,47 @@ def most_promising(
     Gain: by the better query treatment. Cost: of taking the head away, in either direction.
     """
     heads = plan.target_heads
-    treated = {n: treated_queries(model, plan, n, 1.0, directions) for n in HANDLES}
-    asked = Interventions(treated=treated, unsink=False)
-    costs = first_order_costs(model, encoded, heads, asked, progress=progress).sum(2)
+    costs = _estimates(model, plan, encoded, directions, progress).sum(2)
     by_gain = np.argsort(costs[:, 1:].min(1), kind="stable")
     by_cost = np.argsort(np.abs(costs[:, 0]), kind="stable")
     order = dict.fromkeys(np.stack([by_gain, by_cost], 1).ravel().tolist())
     return sorted(heads[at] for at in list(order)[:most])
+
+
+def gaining_heads(
+    model: PreTrainedModel,
+    plan: SurgeryPlan,
+    encoded: list[list[int]],
+    directions: Mapping[int, LayerDirections],
+    *,
+    progress: Progress = silent,
+) -> list[Head]:
+    """The targets that to first order surely gain by a query treatment, most first.
+
+    The estimate is above what a head really gains (LOG), so it must be clearly worth a treatment.
+    """
+    costs = _estimates(model, plan, encoded, directions, progress)[:, 1:]
+    tokens = np.array([len(ids) - 1 for ids in encoded])
+    means = costs.sum(2) / tokens.sum()  # (head, handle)
+    best = means.argmin(1)
+    rows = costs[np.arange(len(costs)), best]
+    p_values = [min(1.0, len(HANDLES) * student_p(row, tokens)) for row in rows]
+    sure = discoveries(np.array(p_values)) & (means.min(1) < -TriageThresholds().negligible)
+    order = np.argsort(means.min(1), kind="stable")
+    return [plan.target_heads[at] for at in order if sure[at]]
+
+
+def _estimates(
+    model: PreTrainedModel,
+    plan: SurgeryPlan,
+    encoded: list[list[int]],
+    directions: Mapping[int, LayerDirections],
+    progress: Progress,
+) -> Float[np.ndarray, "head kind document"]:
+    """First-order change by taking each target away, then by each query treatment."""
+    treated = {n: treated_queries(model, plan, n, 1.0, directions) for n in HANDLES}
+    asked = Interventions(treated=treated, unsink=False)
+    return first_order_costs(model, encoded, plan.target_heads, asked, progress=progress)
 
 
 def _first_token(loaded: LoadedModel, bos: bool | None, diagnosis: Diagnosis) -> LoadedModel:
