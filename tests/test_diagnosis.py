@@ -28,6 +28,7 @@ from headwise.diagnosis.view import diagnosis_sheet, grid_html
 from headwise.errors import ArtefactError, ModelError, TextError
 from headwise.heads import Head, select_heads
 from headwise.models.architectures import alibi_slopes
+from headwise.models.slices import head_spans
 from headwise.texts.batches import batches, encode_texts
 from headwise.texts.text_sets import TextSet
 from planned import made_model
@@ -411,3 +412,15 @@ def test_the_terminal_shows_every_head_and_every_count(diagnosis):
     assert len([line for line in grid.splitlines() if line.strip()[:1].isdigit()]) == 2
     table = drawn(diagnosis_sheet(diagnosis))
     assert table.row_count >= 9
+
+
+def test_a_pruned_head_has_numbers_like_any_other(tokenizer):
+    """Pruned models hold zeros where a head was; its values' ratio would be 0 / 0."""
+    model = tiny_language_model("llama")
+    for role in "qkvo":
+        for span in head_spans(model, Head(1, 0), role).values():
+            span.of(model).data.zero_()
+    found = diagnose(model, tokenizer, TEXTS, max_length=64)
+    assert found.maps["value_norm_ratio"][1][0] == 0
+    assert found.maps["output_norm"][1][0] == 0
+    assert found.maps["value_norm_ratio"][0][0] > 0

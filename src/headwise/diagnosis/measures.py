@@ -309,6 +309,7 @@ def _output_measures(
     norms = sight.v.float().norm(dim=-1).repeat_interleave(group, 1)  # (text, head, key)
     power = out.square().sum(-1)
     center = (weights[:, None, None].to(out) @ out)[:, :, 0]  # (text, head, value)
+    first, others = norms[:, :, 0].double(), _mean(norms, _later((weights > 0).float()))
     along = _along_first_value(sight, out)
     projected = ((out @ gram) * out).sum(-1).clamp_min(0).sqrt()
     return {
@@ -316,7 +317,7 @@ def _output_measures(
         "projected_norm": _mean(projected, weights),
         "constant_share": center.double().square().sum(-1) / _mean(power, weights).clamp_min(1e-30),
         "first_token_contribution": _mean(mass * along / power.clamp_min(1e-30), weights),
-        "value_norm_ratio": norms[:, :, 0].double() / _mean(norms, _later((weights > 0).float())),
+        "value_norm_ratio": torch.where(first > 0, first / others, 0.0),  # 0 for erased values
     }
 
 
