@@ -72,6 +72,18 @@ def test_noise_in_one_head_moves_that_head_or_its_group_and_no_other(model):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_model_with_pruned_heads_is_separable_and_stays_as_it_was(name):
+    model = tiny_model(name)
+    for role in "qkvo":
+        for span in head_spans(model, Head(1, 0), role).values():
+            span.of(model).data.zero_()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    found = check_heads(model)
+    assert found.passed, found.reason()
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
 def test_a_heads_weights_are_views_and_tile_the_projections(model):
     geometry = geometry_of(model)
     heads = all_heads(geometry.num_layers, geometry.num_heads)

@@ -234,7 +234,7 @@ def test_the_work_of_auto_counts_triage_and_doses(tiny, tmp_path):
             repair(
                 tiny,
                 plan_for(tiny.model),
-                random_corpus(),
+                numbered_corpus(validation=3),
                 UNTRAINED,
                 out=tmp_path,
                 treatment=treatment,

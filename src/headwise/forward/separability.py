@@ -145,7 +145,7 @@ def check(model: LoadedModel | PreTrainedModel, *, seed: int = 0) -> HeadCheck:
     layers = [geometry.layers[row] for row in _ends(geometry.num_layers)]
     heads = [Head(layer, index) for layer in layers for index in _ends(geometry.num_heads)]
     difference = compare_runs(model, seed=seed)
-    with torch.inference_mode():
+    with torch.inference_mode(), _noise(model, _pruned(model, layers), generator):
         before = {layer: _seen(model, ids, layer) for layer in layers}
         probes = tuple(
             _probe(model, ids, head, role, before[head.layer], generator)
@@ -154,6 +154,17 @@ def check(model: LoadedModel | PreTrainedModel, *, seed: int = 0) -> HeadCheck:
         )
         silencing = max(_silencing_error(model, ids, head) for head in heads)
     return HeadCheck(probes, silencing, difference, tolerance_of(model))
+
+
+def _pruned(model: PreTrainedModel, layers: list[int]) -> list[Span]:
+    """Weights of nothing but zeros: a head with such keys does not move with its queries."""
+    found = []
+    for layer in layers:
+        for index in range(geometry_of(model, layer).num_heads):
+            for role in ("q", "k", "v"):
+                spans = head_spans(model, Head(layer, index), role).values()
+                found += [s for s in spans if s.of(model).ndim == 2 and not s.of(model).any()]
+    return list(dict.fromkeys(found))
 
 
 def _ends(count: int) -> list[int]:

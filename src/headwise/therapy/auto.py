@@ -16,7 +16,6 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from headwise.diagnosis.triage_values import HeadTriage, TriageClass, TriageThresholds
-from headwise.errors import TextError
 from headwise.heads import Head, format_heads
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.patch import Patch
@@ -35,7 +34,11 @@ from headwise.texts.corpus import Corpus
 from headwise.texts.text_sets import TextSet
 from headwise.therapy.dose import DOSE_BLOCKS, TRIALS, choose_doses
 from headwise.therapy.ill_heads import training_documents
-from headwise.therapy.never_worse import count_documents, judged_blocks, validation_change
+from headwise.therapy.never_worse import (
+    count_documents,
+    judged_blocks,
+    validation_change,
+)
 from headwise.therapy.record import THERAPY, Therapy
 from headwise.therapy.triage import INTERVENTIONS, most_promising, triage_heads
 
@@ -88,7 +91,6 @@ def repair_automatically(
     """Treat each of the plan's heads as it needs, or none; the result is the patch in `out`."""
     model = loaded.model
     fingerprint = require_planned_model(model, plan, force=force)
-    _require_validation(corpus)
     asked = asked_settings(plan, recipe, "surgery", seed, corpus, fingerprint, keep)
     if not resume:
         is_finished(asked, out, resume=False)  # refuses a folder that holds another run
@@ -114,15 +116,6 @@ def repair_automatically(
         progress=progress,
     )
     return _judged(model, run, therapy, corpus, recipe, progress)
-
-
-def _require_validation(corpus: Corpus) -> None:
-    if count_documents(corpus.validation) < 2:
-        raise TextError(
-            "auto needs two validation documents at least, to know whether a repair is better",
-            where=corpus.name,
-            fix="add documents: about one in twenty becomes validation text",
-        )
 
 
 def _earlier(asked: RunSettings, out: Path) -> Therapy | None:

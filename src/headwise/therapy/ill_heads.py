@@ -60,9 +60,9 @@ def _asleep(
     progress: Progress,
 ) -> list[Head]:
     """The drowsy heads that a treatment wakes, each for itself."""
-    if not drowsy:
-        return []
     model, texts = loaded.model, training_documents(corpus, _DOCUMENTS)
+    if not drowsy or len(texts) < 2:
+        return []
     directions = measure_directions(model, corpus.train, [head.layer for head in drowsy])
     plan = query_plan(diagnosis, drowsy)
     likely = gaining_heads(model, plan, texts, directions, progress=progress)[:_AWAKENED]

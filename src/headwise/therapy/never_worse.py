@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from transformers import PreTrainedModel
 
+from headwise.errors import TextError
 from headwise.forward.losses import shifted_targets, token_losses
 from headwise.forward.tap import tapped
 from headwise.intervals import Interval, mean_interval
@@ -24,6 +25,17 @@ from headwise.texts.corpus import Corpus, spread_blocks
 
 ENOUGH = 32  # documents that a bootstrap can rest on
 MOST = 512  # blocks of a large corpus that are read: more would only narrow the interval
+
+
+def require_validation(corpus: Corpus) -> None:
+    """Refuse a corpus that cannot tell whether a repair is better."""
+    if count_documents(corpus.validation) < 2:
+        raise TextError(
+            "auto needs two validation documents at least, to know whether a repair is better",
+            where=corpus.name,
+            fix="about one document in twenty becomes validation text: give more of them, as a "
+            "folder of files, a .jsonl, or a .txt with a text on each line and --lines",
+        )
 
 
 def judged_blocks(corpus: Corpus, seen: int) -> tuple[Batch, ...]:

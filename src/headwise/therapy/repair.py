@@ -18,8 +18,13 @@ from headwise.texts.corpus import Corpus
 from headwise.texts.text_sets import TextSet
 from headwise.therapy.auto import choice_blocks, repair_automatically
 from headwise.therapy.ill_heads import plan_ill_heads
+from headwise.therapy.never_worse import require_validation
 
 AUTO = "auto"
+_UNVALIDATED = (
+    "no validation text: about one document in twenty would be, and the corpus has too few. The "
+    "patch will be the last state, and nothing here says whether it is better than stock"
+)
 
 
 @takes_model
@@ -53,13 +58,13 @@ def repair(
     require_plain(loaded.model)
     stage("tokenising the corpus", progress)
     blocks, chosen = cut_corpus(loaded, corpus, recipe, treatment, changes or {}, excluded)
+    _require_possible(treatment, mode, blocks)
     _tell_recipe(chosen, loaded, blocks, progress if mode in TRAINED else silent)
     plan = plan or plan_ill_heads(loaded, blocks, chosen, progress=progress)
     budget(loaded.model, _work(chosen, plan, mode, treatment))
     work = (loaded, changed(plan, bos=loaded.bos), blocks, chosen)
     with one_writer(Path(out)):
         if treatment == AUTO:
-            require_treated_mode(mode)
             return repair_automatically(
                 *work,
                 out=Path(out),
@@ -83,6 +88,13 @@ def repair(
             keep=keep,
             progress=progress,
         )
+
+
+def _require_possible(treatment: str | None, mode: Mode, corpus: Corpus) -> None:
+    """Auto needs a mode that treats, and text to judge by."""
+    if treatment == AUTO:
+        require_treated_mode(mode)
+        require_validation(corpus)
 
 
 def _work(recipe: Recipe, plan: SurgeryPlan, mode: Mode, treatment: str | None) -> Work:
@@ -141,3 +153,5 @@ def _tell_recipe(recipe: Recipe, loaded: LoadedModel, corpus: Corpus, progress: 
         f"{positions or 'any number of'} positions, {corpus.info.train_tokens:,} training tokens)"
     )
     stage(told, progress)
+    if not corpus.validation and recipe.validation_blocks:
+        stage(_UNVALIDATED, progress)
