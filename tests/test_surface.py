@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 import headwise
 from headwise.cli import app
+from headwise.cli.app import STORY
 
 COMMANDS = typer.main.get_command(app).commands
 PINNED = Path(__file__).parent / "data" / "surface.json"
@@ -127,6 +129,7 @@ for verb in {verbs!r}:
     result = CliRunner().invoke(app, [verb, "--help"])
     assert result.exit_code == 0, verb
     assert "Usage" in result.output, verb
+    assert "Example: headwise " + verb in result.output, verb
     assert "torch" not in sys.modules and "numpy" not in sys.modules, verb
 """
     done = subprocess.run(
@@ -136,6 +139,14 @@ for verb in {verbs!r}:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_verbs_are_listed_as_the_story_goes_each_in_a_whole_line(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = CliRunner().invoke(app, ["--help"]).output.split("Commands:")[1].split("\n")[1:]
+    assert [line.split()[0] for line in shown if line] == list(STORY)
+    assert set(STORY) == set(COMMANDS)
+    assert not [line for line in shown if line.endswith("...")]
 
 
 def test_no_verb_shows_the_help():

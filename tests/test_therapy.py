@@ -211,6 +211,24 @@ def test_a_head_that_gives_nothing_is_ill_wherever_it_looks():
     assert head in plan.target_heads
 
 
+def test_a_corpus_that_cannot_tell_whether_a_repair_is_better_is_refused_at_once(tmp_path):
+    loaded = LoadedModel("tiny", tiny_language_model("llama"), tiny_tokenizer())
+    with pytest.raises(TextError, match="two validation documents") as refused:
+        repair(loaded, None, ["one long text. " * 200], out=tmp_path, treatment="auto")
+    assert "--lines" in str(refused.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_repair_without_validation_text_says_that_nothing_is_known_of_its_worth(tmp_path):
+    loaded = LoadedModel("tiny", tiny_language_model("llama"), tiny_tokenizer())
+    told = []
+    recipe = TINY_RECIPE.model_copy(update={"steps": 1, "validation_blocks": 2})
+    texts = ["one long text. " * 200]
+    plan = plan_for(loaded.model)
+    repair(loaded, plan, texts, recipe, out=tmp_path, progress=lambda title, *_: told.append(title))
+    assert any("nothing here says whether it is better" in title for title in told)
+
+
 def test_a_drowsy_head_is_ill_only_if_a_treatment_wakes_it(asleep, monkeypatch):
     loaded, _, corpus = asleep
     monkeypatch.setattr(ill_heads, "_ILL", "output_norm_ratio < 0.0")  # staring is no illness now
@@ -315,12 +333,6 @@ def test_of_many_heads_the_ones_with_hope_are_triaged(asleep, tmp_path, monkeypa
     assert len(found.classes) == 5
     assert set(found.untriaged) == {str(h) for h in every.target_heads} - set(found.classes)
     assert not set(found.untriaged) & set(found.treatments)
-
-
-def test_auto_refuses_a_corpus_that_cannot_say_whether_it_got_better(tiny, tmp_path):
-    corpus = replace(random_corpus(), validation=())
-    with pytest.raises(TextError, match="validation documents"):
-        repair(tiny, plan_for(tiny.model), corpus, UNTRAINED, out=tmp_path, treatment="auto")
 
 
 def test_an_empty_patch_is_a_patch_everywhere(tmp_path):

@@ -6,12 +6,28 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+
+STORY = (  # the order in which one meets the verbs
+    *("demo", "check", "diagnose", "survey", "triage", "plan", "repair", "evaluate", "complete"),
+    *("compare", "report", "apply", "export", "push", "capture", "plasticity", "watch", "study"),
+    "bench",
+)
+
+
+class _Verbs(TyperGroup):
+    """`--help` lists the verbs as the story goes, not as modules happen to be imported."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return sorted(super().list_commands(ctx), key=STORY.index)
+
 
 app = typer.Typer(
     name="headwise",
+    cls=_Verbs,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,

@@ -11,7 +11,10 @@ from headwise.cli.app import app
 from headwise.cli.options import AllowPickle, Dtype, Quiet, RemoteCode, load
 
 
-@app.command(epilog="Example: headwise export out/run/patch.safetensors --peft adapter/")
+@app.command(
+    short_help="A patch of low rank as an exact PEFT adapter.",
+    epilog="Example: headwise export out/run/patch.safetensors --peft adapter/",
+)
 def export(
     patch: Annotated[Path, typer.Argument(help="patch.safetensors")],
     peft: Annotated[Path, typer.Option("--peft", help="Folder for the PEFT adapter.")],
@@ -43,7 +46,10 @@ def export(
     console(quiet).print(f"wrote a PEFT adapter of {base} in {made.folder}", style="dim")
 
 
-@app.command(epilog="Example: headwise push repaired/ me/repaired --run out/run")
+@app.command(
+    short_help="Model card and upload.",
+    epilog="Example: headwise push repaired/ me/repaired --run out/run",
+)
 def push(
     folder: Annotated[Path, typer.Argument(help="A merged model or a PEFT adapter.")],
     to: Annotated[str, typer.Argument(metavar="REPO", help="A hub id, or a local folder.")],

@@ -39,7 +39,10 @@ from headwise.cli.options import (
 )
 
 
-@app.command(epilog="Example: headwise diagnose MODEL --out out/d")
+@app.command(
+    short_help="Every head: where it looks, what it gives, its class.",
+    epilog="Example: headwise diagnose MODEL --out out/d",
+)
 def diagnose(
     model: Model,
     out: Out = Path("out/diagnosis"),
@@ -93,7 +96,10 @@ def diagnose(
     alarm(diagnosis.alarms, quiet)
 
 
-@app.command(epilog="Example: headwise survey out/a/diagnosis.json out/b/diagnosis.json")
+@app.command(
+    short_help="Several models or diagnoses in one table and figure.",
+    epilog="Example: headwise survey out/a/diagnosis.json out/b/diagnosis.json",
+)
 def survey(
     sources: Annotated[
         list[str], typer.Argument(metavar="MODEL|DIAGNOSIS.json...", help="Models or diagnoses.")
@@ -135,7 +141,10 @@ def survey(
     wrote(written, quiet)
 
 
-@app.command()
+@app.command(
+    short_help="Is the family known, and are its heads separable?",
+    epilog="Example: headwise check MODEL",
+)
 def check(
     model: Model,
     out: Out = Path("out/check"),
@@ -175,7 +184,10 @@ def check(
     wrote([path], quiet)
 
 
-@app.command()
+@app.command(
+    short_help="Which heads are operated on, and how.",
+    epilog="Example: headwise plan out/d --heads 'sick & layer >= 4' --out plan.yaml",
+)
 def plan(
     diagnosis: Annotated[
         Path, typer.Argument(help="diagnosis.json, triage.json, evaluation.json or a folder.")
@@ -229,7 +241,10 @@ def plan(
     wrote([path], quiet)
 
 
-@app.command(epilog="Example: headwise apply MODEL out/run/patch.safetensors --out repaired/")
+@app.command(
+    short_help="An ordinary model directory with the patch; --undo.",
+    epilog="Example: headwise apply MODEL out/run/patch.safetensors --out repaired/",
+)
 def apply(
     model: Model,
     patches: Annotated[list[Path], typer.Argument(metavar="PATCH...", help="patch.safetensors")],

@@ -63,7 +63,8 @@ Tasks = Annotated[list[str] | None, typer.Option(help="lm-evaluation-harness tas
 
 
 @app.command(
-    epilog="Example: headwise evaluate MODEL --patch out/run/patch.safetensors --out out/after"
+    short_help="Perplexity, and what each head is worth.",
+    epilog="Example: headwise evaluate MODEL --patch out/run/patch.safetensors --out out/after",
 )
 def evaluate(
     model: Model,
@@ -125,7 +126,10 @@ def evaluate(
     alarm(found.alarms, quiet)
 
 
-@app.command(epilog="Example: headwise complete MODEL --patch out/run/patch.safetensors")
+@app.command(
+    short_help="Prompts with and without each patch, side by side.",
+    epilog="Example: headwise complete MODEL --patch out/run/patch.safetensors",
+)
 def complete(
     model: Model,
     patch: Patches = None,
@@ -188,7 +192,10 @@ def _named_patches(paths: list[Path]) -> dict[str, list[Path]]:
     return {name: [path] for name, path in zip(names, paths, strict=True)}
 
 
-@app.command(epilog="Example: headwise compare out/before out/after --run out/run")
+@app.command(
+    short_help="What changed between two conditions, and how surely.",
+    epilog="Example: headwise compare out/before out/after --run out/run",
+)
 def compare(
     before: Annotated[Path, typer.Argument(help="diagnosis.json, evaluation.json or a folder")],
     after: Annotated[Path, typer.Argument(help="The same after the operation.")],
@@ -224,7 +231,10 @@ def compare(
     alarm(found.alarms, quiet)
 
 
-@app.command(epilog="Example: headwise capture MODEL --texts my_texts/ --out out/qk")
+@app.command(
+    short_help="Query and key vectors as Parquet.",
+    epilog="Example: headwise capture MODEL --texts my_texts/ --out out/qk",
+)
 def capture(
     model: Model,
     texts: Texts = None,
@@ -295,7 +305,10 @@ def _pairs(text: str | None) -> int | str | None:
     return int(text)
 
 
-@app.command(epilog="Example: headwise plasticity out/qk")
+@app.command(
+    short_help="How easily a head changes its preference of keys.",
+    epilog="Example: headwise plasticity out/qk",
+)
 def plasticity(
     folder: Annotated[
         Path | None, typer.Argument(metavar="[DIR]", help="Captured vectors; all is discovered.")

@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 
 
 @app.command(
-    epilog="Example: headwise repair MODEL --plan plan.yaml --corpus my_texts/ --out out/run"
+    short_help="Treat heads and train their slices only; controls too.",
+    epilog="Example: headwise repair MODEL --plan plan.yaml --corpus my_texts/ --out out/run",
 )
 def repair(
     model: Model,

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from headwise.studies.study import Study
 
 
-@app.command()
+@app.command(
+    short_help="Arms x seeds with paired statistics, resumable.",
+    epilog="Example: headwise study controls --out out/controls",
+)
 def study(
     file: Annotated[
         str | None, typer.Argument(metavar="STUDY.yaml", help="A study file or its name.")
@@ -73,7 +76,10 @@ def study(
         _write_report(folder, folder / "report", quiet)
 
 
-@app.command()
+@app.command(
+    short_help="The whole story on the bundled patient, offline.",
+    epilog="Example: headwise demo --out out/demo",
+)
 def demo(
     out: Out = Path("out/demo"),
     quiet: Quiet = False,
@@ -98,7 +104,10 @@ def _runnable(study: Study, quiet: bool) -> Study:
     return study.model_copy(update={"arms": [arm for arm in study.arms if arm.mode != "lora"]})
 
 
-@app.command(epilog="Example: headwise report out/run --before out/before --after out/after")
+@app.command(
+    short_help="One page with verdict, heads, figures and tables.",
+    epilog="Example: headwise report out/run --before out/before --after out/after",
+)
 def report(
     source: Annotated[
         Path, typer.Argument(metavar="RUN_OR_STUDY", help="A run, a study, or a diagnosis.")
@@ -144,7 +153,9 @@ def _write_report(
     console(quiet).print(f"look at {path}")
 
 
-@app.command(epilog="Example: headwise bench --quick")
+@app.command(
+    short_help="Benchmarks, each a ratio to a named peer.", epilog="Example: headwise bench --quick"
+)
 def bench(
     what: Annotated[
         str | None,

@@ -36,7 +36,10 @@ if TYPE_CHECKING:
     from headwise.diagnosis.triage_values import Triage
 
 
-@app.command()
+@app.command(
+    short_help="Why a head is sick: asleep, parked, working or empty.",
+    epilog="Example: headwise triage MODEL --diagnosis out/d --out out/triage",
+)
 def triage(
     model: Model,
     diagnosis: Annotated[Path, typer.Option(help="diagnosis.json, or its folder.")],

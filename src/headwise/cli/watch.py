@@ -32,7 +32,10 @@ if TYPE_CHECKING:
     from headwise.watch.film import Film
 
 
-@app.command(epilog="Example: headwise watch out/training --out out/watch")
+@app.command(
+    short_help="The heads of a training run, checkpoint by checkpoint.",
+    epilog="Example: headwise watch out/training --out out/watch",
+)
 def watch(
     checkpoints: Annotated[Path, typer.Argument(help="A folder of checkpoint-100, -200, ...")],
     out: Out = Path("out/watch"),
