@@ -1,7 +1,7 @@
-"""Two real models that headwise was not made for: MiniMind2-Small and SmolLM2-135M (GGUF).
+"""Models that headwise was not made for: MiniMind2-Small, SmolLM2-135M (GGUF), a small GPT-2.
 
-Both come from package registries, once, into $HEADWISE_CACHE (minimind.py, test_real_model.py);
-$HEADWISE_MINIMIND names a converted folder instead.
+The first two come from package registries, once, into $HEADWISE_CACHE (minimind.py,
+test_real_model.py); $HEADWISE_MINIMIND names a converted folder instead.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 import os
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from headwise import evaluate, load_model
+from headwise import evaluate, load_model, read_texts, repair
 from headwise.cli import app
+from headwise.models.patient import patient_texts
 from headwise.texts.text_sets import TextSet, bundled_texts
 from minimind import fetch_minimind
 from planned import small_texts
@@ -77,3 +80,38 @@ def test_the_readmes_story_runs_without_a_false_success(name, request, tmp_path,
             assert f"first token: {expected}" in done.output
     page = (tmp_path / "out/run/report/report.html").read_text()
     assert "The operation made the model better, and better than" not in page
+
+
+def patients(script, *words):
+    """Run one of the scripts that make patients."""
+    path = Path(__file__).parent.parent / "patients" / f"{script}.py"
+    subprocess.run([sys.executable, path, *map(str, words)], check=True, capture_output=True)
+
+
+def test_auto_wakes_a_small_stranger_and_leaves_the_healthy_one_alone(tmp_path):
+    """A GPT-2 of 4 x 4 heads, before and after seven of them were put to sleep."""
+    healthy, asleep, texts = tmp_path / "healthy", tmp_path / "asleep", tmp_path / "texts.jsonl"
+    write_texts(texts, patient_texts("train")[:600])
+    held = TextSet("held", tuple(patient_texts("heldout"))[:64])
+    patients("small", "gpt2", "--out", healthy)
+    heads = "L1H0-2,L2H1-3,L3H0"
+    patients("sleep", healthy, "--texts", texts, "--heads", heads, "--out", asleep)
+
+    def loss(model, *patches):
+        found = evaluate(load_model(str(model)), [held], patches=patches, heads="none")
+        return math.log(found.text_sets["held"].perplexity.value)
+
+    runs = {
+        model: repair(
+            load_model(str(model)),
+            corpus=read_texts([texts]),
+            treatment="auto",
+            changes={"steps": 0},
+            out=tmp_path / "runs" / model.name,
+        )
+        for model in (healthy, asleep)
+    }
+    assert runs[healthy].patch.is_empty
+    harm = loss(asleep) - loss(healthy)
+    assert harm > 0.02
+    assert loss(asleep) - loss(asleep, runs[asleep].patch) > harm / 2
