@@ -148,19 +148,20 @@ def repaired(done: RepairRun, plan: SurgeryPlan | None) -> Iterator[str]:
     """What a run says of itself when it ends."""
     from headwise.therapy.record import THERAPY, Therapy
 
-    state = done.state
+    state, name = done.state, str(done.mode)
     if (done.out / THERAPY).exists():
+        name = "auto"
         yield f"auto: {Therapy.load(done.out).sentence}"
     if state.validations:
         first = state.validations[0]
         yield (
-            f"{done.mode}: validation loss {_number(done.stock_loss)} in stock, "
+            f"{name}: validation loss {_number(done.stock_loss)} in stock, "
             f"{first.loss:.4f} at step {first.step}, "
             f"best {state.best_loss:.4f} at step {state.best_step} {state.stopped}".rstrip()
         )
         yield from _worse(done)
-    elif not state.rows and state.step == 0:
-        yield f"{done.mode}: nothing was trained now (a control without training, or finished)"
+    elif not state.rows and state.step == 0 and done.outcome != "empty":
+        yield f"{name}: nothing was trained now (a control without training, or finished)"
     yield f"{done.patch.num_weights:,} weights in the patch" + _OUTCOMES[done.outcome]
     if done.mode == "lora":
         yield (

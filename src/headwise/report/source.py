@@ -32,6 +32,7 @@ from headwise.studies.summary import StudySummary
 from headwise.surgery.plan import join_plans, plans_of
 from headwise.surgery.run_settings import RunSettings
 from headwise.surgery.run_state import RUN, TraceRow, TrainStep, Validation, read_trace
+from headwise.therapy.record import THERAPY, Therapy
 from headwise.watch.film import FILM, Film
 
 MASS, TRIAGE = "first_token_mass", "triage.json"
@@ -55,6 +56,7 @@ class Condition:
     plasticity: PlasticitySummary | None = field(default=None, repr=False)
     before: Map | None = field(default=None, repr=False)  # as `steps`, before the operation
     film: Film | None = field(default=None, repr=False)  # of a training run that was watched
+    therapy: Therapy | None = field(default=None, repr=False)  # what `auto` found and chose
 
     @property
     def key(self) -> str:
@@ -309,7 +311,8 @@ def _read_passes(folder: Path, arm: str, seed: int) -> list[Condition]:
 
 def _read_run(folder: Path, before: Path | None, after: Path | None) -> Source:
     run = RunSettings.load(folder)
-    condition = _read_condition(folder, arm=run.mode, seed=run.seed)
+    arm = "auto" if (folder / THERAPY).exists() else run.name
+    condition = _read_condition(folder, arm=arm, seed=run.seed)
     judged = condition.evaluation or _evaluation(folder, after, "after")
     stock_side = _evaluation(folder, before, "before")
     if judged is not None:
@@ -377,6 +380,7 @@ def _read_condition(
         steps=tuple((step, mass) for step, mass in maps if step >= 0),
         plasticity=find_plasticity(folder, *([folder.parent] if folder.name == "stock" else [])),
         before=next((mass for step, mass in maps if step < 0), None),
+        therapy=_optional(folder / THERAPY, lambda path: Therapy.load(path.parent)),
     )
 
 

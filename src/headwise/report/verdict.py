@@ -153,7 +153,8 @@ def _sickness(source: Source) -> Finding | None:
 
 def _triaged(source: Source) -> Finding | None:
     if source.triage is None:
-        return None
+        told = next((run.therapy.found for run in source.runs if run.therapy), "")
+        return Finding("Why they are sick", f"Triage on training text: {told}.") if told else None
     counts = ", ".join(f"{count} {name}" for name, count in source.triage.counts.items() if count)
     judged = _count(len(source.triage.heads), "head")
     return Finding("Why they are sick", f"Triage of {judged}: {counts or 'none judged'}.")
@@ -163,12 +164,9 @@ def _untrained(main: Condition) -> Finding | None:
     """A run whose patch is not what training made is named as what it is."""
     outcome = "" if main.run is None else main.run.outcome
     if outcome == "empty":
-        return Finding(
-            "The patch is empty",
-            "The repaired model was not better than stock on validation text with 95% confidence: "
-            "leaving the model alone is best.",
-            "caution",
-        )
+        said = "it was not better than stock on validation text: leaving the model alone is best"
+        told = said if main.therapy is None else main.therapy.sentence
+        return Finding("The patch is empty", f"{told[0].upper()}{told[1:]}.", "caution")
     if outcome == "sham":
         return Finding(
             "The operation without training",

@@ -57,6 +57,12 @@ class RunSettings:
         return content_hash([to_json(self.decisive)])[:_DIGITS]
 
     @property
+    def name(self) -> str:
+        """What a person calls the run: the treatment, if all heads got the same, else its mode."""
+        given = list(self.plan.treatments)
+        return given[0] if self.mode == "surgery" and len(given) == 1 else self.mode
+
+    @property
     def lowest(self) -> int:
         """The lowest layer with a head to train: nothing below can change."""
         return min(head.layer for head in self.plan.target_heads)

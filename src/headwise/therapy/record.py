@@ -54,7 +54,8 @@ class Therapy:
     def sentence(self) -> str:
         """What the therapy found, for the terminal and the report."""
         if not self.treatments:
-            return f"no head gains by a treatment{self._found}: leaving the model alone is best"
+            found = f" ({self.found})" if self.found else ""
+            return f"no head gains by a treatment{found}: leaving the model alone is best"
         if self.change is None or self.better is None:
             return f"{len(self.treatments)} heads are treated; the patch was not judged yet"
         by = f"{self.change.value:+.4f} ({self.change.low:+.4f} to {self.change.high:+.4f})"
@@ -63,16 +64,17 @@ class Therapy:
             return f"{len(self.treatments)} heads treated, {told}: better, with 95% confidence"
         return f"{told}: not better with 95% confidence, so leaving the model alone is best"
 
-    def to_frame(self) -> pd.DataFrame:
-        """One row per comparison that was made: heads, dose, change, kept (needs pandas)."""
-        return frame([to_plain(row) for row in self.tried])
-
     @property
-    def _found(self) -> str:
+    def found(self) -> str:
+        """How many heads of each class; nothing if no head was ill."""
         counts = Counter(self.classes.values())
         told = ", ".join(f"{counts[name]} {name}" for name in TRIAGE_CLASSES if counts[name])
         more = f"; {len(self.untriaged)} not looked at" if self.untriaged else ""
-        return f" ({told}{more})" if told else ""
+        return f"{told}{more}" if told else ""
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per comparison that was made: heads, dose, change, kept (needs pandas)."""
+        return frame([to_plain(row) for row in self.tried])
 
     def save(self, run: Path) -> Path:
         """Write `therapy.json` into a run directory."""
