@@ -27,6 +27,7 @@ from headwise.report.recovered import Recovered
 from headwise.report.source import read_source
 from headwise.report.tables import Column, make_table, to_csv, to_markdown
 from headwise.report.verdict import judge
+from headwise.therapy.record import Therapy
 from reportstudy import EVIL, build_study, diagnosis_of, stock_mass, triage_of
 
 
@@ -292,6 +293,17 @@ def test_a_single_run_has_a_report(study, tmp_path, no_figures):
     assert source.stock.maps["first_token_mass"] == pytest.approx(stock.maps["first_token_mass"])
     paired = read(run / "comparison.json")["losses"]["heldout"]["difference"]
     assert against_stock(source, "gradient-only") == interval_of(paired)
+
+
+def test_a_run_of_auto_goes_by_that_name_and_says_what_triage_found(study, tmp_path, no_figures):
+    run = tmp_path / "run"
+    shutil.copytree(study / "runs" / "surgery-s1", run)
+    assert read_source(run).runs[0].arm == "surgery"
+    classes = {"L0H1": "asleep", "L1H0": "empty", "L1H1": "asleep"}
+    Therapy({}, {"L0H1": "release"}, {"L0H1": 0.9}, (), classes, ()).save(run)
+    page = report.write_report(run, tmp_path / "out").read_text()
+    assert read_source(run).runs[0].arm == "auto"
+    assert "Triage on training text: 2 asleep, 1 empty." in page
 
 
 def test_a_run_that_was_not_judged_yet_still_has_a_page(study, tmp_path, no_figures):
