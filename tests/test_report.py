@@ -287,6 +287,7 @@ def test_a_single_run_has_a_report(study, tmp_path, no_figures):
     run = study / "runs" / "gradient-only-s0"
     page = report.write_report(run, tmp_path).read_text()
     assert "Gradient-only made the model better; no control says why." in page
+    assert "order the arms" not in page
     source = read_source(run)
     stock = read_source(study).stock
     assert source.stock.diagnosis.classes == stock.diagnosis.classes

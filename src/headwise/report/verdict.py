@@ -100,7 +100,8 @@ def _basis(source: Source, main: Condition) -> str:
     recovery = None if main.evaluation is None else main.evaluation.recovery
     if recovery and recovery.judged:
         text += f"; {recovery.functional} of {recovery.judged} judged heads functionally recovered"
-    return f"{size}{text}. Other budgets may order the arms otherwise."
+    several = len({condition.arm for condition in source.runs}) > 1
+    return f"{size}{text}." + several * " Other budgets may order the arms otherwise."
 
 
 def main_run(source: Source) -> Condition | None:
