@@ -24,6 +24,7 @@ def test_a_text_file_is_one_text_or_one_a_line(tmp_path):
     path.write_text("one\n\ntwo\n")
     assert read_texts([str(path)]).texts == ("one\n\ntwo\n",)
     assert read_texts([str(path)], lines=True).texts == ("one", "two")
+    assert read_texts([path]) == read_texts([str(path)])
 
 
 def test_jsonl_and_parquet_give_their_text_field(tmp_path):

@@ -80,10 +80,11 @@ def default_corpus(model_name: str) -> TextSet:
     return TextSet("patient-train", tuple(patient_texts("train")))
 
 
-def read_texts(sources: Sequence[str], *, lines: bool = False) -> TextSet:
+def read_texts(sources: Sequence[str | Path], *, lines: bool = False) -> TextSet:
     """Read files (.txt, .jsonl, .parquet), folders of them, or one hub dataset id."""
     texts: list[str] = []
-    for source in sources:
+    names = [str(source) for source in sources]
+    for source in names:
         if not source.strip():
             raise TextError("the name of a text is empty", fix="pass a file, a folder or a hub id")
         path = Path(source)
@@ -98,10 +99,10 @@ def read_texts(sources: Sequence[str], *, lines: bool = False) -> TextSet:
     if not kept:
         raise TextError(
             "no text found: every source is empty",
-            where=", ".join(sources) or "no source",
+            where=", ".join(names) or "no source",
             fix=f"pass files with text ({', '.join(SUFFIXES)}) or a folder of them",
         )
-    return TextSet(", ".join(sources), kept)
+    return TextSet(", ".join(names), kept)
 
 
 def _read_file(path: Path, lines: bool) -> list[str]:
