@@ -57,12 +57,17 @@ class Therapy:
             found = f" ({self.found})" if self.found else ""
             return f"no head gains by a treatment{found}: leaving the model alone is best"
         if self.change is None or self.better is None:
-            return f"{len(self.treatments)} heads are treated; the patch was not judged yet"
+            return f"{self._treated}; the patch was not judged yet"
         by = f"{self.change.value:+.4f} ({self.change.low:+.4f} to {self.change.high:+.4f})"
         told = f"validation loss against stock {by} nats per token"
         if self.better:
-            return f"{len(self.treatments)} heads treated, {told}: better, with 95% confidence"
+            return f"{self._treated}, {told}: better, with 95% confidence"
         return f"{told}: not better with 95% confidence, so leaving the model alone is best"
+
+    @property
+    def _treated(self) -> str:
+        count = len(self.treatments)
+        return f"{count} head{'s' * (count != 1)} treated"
 
     @property
     def found(self) -> str:
