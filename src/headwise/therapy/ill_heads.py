@@ -3,7 +3,7 @@
 A head is ill if it stares at the first token (sick) or gives next to nothing (silent). One that
 looks there less, but still much, is *drowsy*, and healthy models have such heads: it is ill only if
 triage finds it asleep. Without any symptom a gain by treatment is no illness: on text that a
-healthy model was not made for, most of its heads have one (LOG).
+healthy model was not made for, many of its heads have one (LOG).
 """
 
 from __future__ import annotations
