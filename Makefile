@@ -8,7 +8,7 @@ WORKERS ?= 2
 export HF_HUB_DISABLE_TELEMETRY = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: install demo test test-slow test-families check format bench faults fuzz clean
+.PHONY: install demo test test-slow test-families check format bench faults fuzz same clean
 
 install: $(STAMP)
 
@@ -46,6 +46,16 @@ faults: install
 
 fuzz: install
 	$(CAMPAIGN) fuzz --count $(FUZZED) --seed $(SEED)
+
+# Did a redesign move a number? The same commands with the code of BASE and with the working tree.
+BASE ?= HEAD
+SAME = PYTHONPATH=tests:src OMP_NUM_THREADS=1 $(BIN)/python -m campaigns.artefacts
+same: install
+	rm -rf out/same && mkdir -p out/same/base
+	git archive $(BASE) src | tar -x -C out/same/base
+	$(SAME) write out/same/base/src out/same/old
+	$(SAME) write src out/same/new
+	$(SAME) compare out/same/old out/same/new
 
 check: install
 	$(BIN)/ruff check $(CODE)
