@@ -1,4 +1,4 @@
-"""The shape of the source: one direction of imports, no drawers, and no more concepts than before."""
+"""The shape of the source: one direction of imports, no drawers, no more concepts than before."""
 
 from __future__ import annotations
 

@@ -78,10 +78,10 @@ def tiny(name: str) -> list[str]:
         f"capture {model} {SHORT} --buckets uniform:8 --out {out}/qk",
         f"plasticity {out}/qk --workers 1 --out {out}/plasticity",
     ]
-    for mode in ("sham", "gradient-only", "ablate", "random-heads"):
-        lines.append(f"{repair} --mode {mode} --out {out}/{mode}")
-    for treatment in ("release", "centre", "evict", "temper", "donor"):
-        lines.append(f"{repair} --treatment {treatment} --steps 2 --out {out}/{treatment}")
+    modes = ("sham", "gradient-only", "ablate", "random-heads")
+    lines += [f"{repair} --mode {mode} --out {out}/{mode}" for mode in modes]
+    treatments = ("release", "centre", "evict", "temper", "donor")
+    lines += [f"{repair} --treatment {name} --steps 2 --out {out}/{name}" for name in treatments]
     return lines
 
 
@@ -96,7 +96,8 @@ def patient() -> list[str]:
         f"triage patient --diagnosis out/patient/d --heads L4H6-7,L5H6 {own} --max-texts 8 "
         "--out out/patient/triage",
         f"repair patient --plan out/patient/plan.yaml {fast} --out {run}",
-        f"repair patient --treatment auto --plan out/patient/plan.yaml {fast} --out out/patient/auto",
+        f"repair patient --treatment auto --plan out/patient/plan.yaml {fast} "
+        "--out out/patient/auto",
         f"evaluate patient {own} --heads L4H6-7 --max-texts 8 --out out/patient/before",
         f"evaluate patient {own} --heads L4H6-7 --max-texts 8 --patch {run}/patch.safetensors "
         "--out out/patient/after",
