@@ -26,7 +26,7 @@ TEXTS = "few.jsonl"
 STUDY = """
 name: small
 model: models/bloom
-corpora: {main: [corpus.jsonl]}
+corpora: {train: [corpus.jsonl]}
 texts: [few.jsonl]
 plan: {heads: "L0H1,L1H0-1"}
 max_length: 48
