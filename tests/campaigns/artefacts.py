@@ -104,7 +104,7 @@ def patient() -> list[str]:
         f"compare out/patient/before out/patient/after --run {run} --out out/patient/comparison",
         f"report {run} --before out/patient/before --after out/patient/after "
         "--out out/patient/report",
-        "survey out/patient/d out/bloom/d/diagnosis.json --out out/patient/survey",
+        "survey out/bloom/d/diagnosis.json out/gpt2/d/diagnosis.json --out out/survey",
     ]
 
 
