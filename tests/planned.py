@@ -11,8 +11,7 @@ from conftest import SENTENCES
 from headwise.heads import format_heads, select_heads
 from headwise.models.architectures import geometry_of
 from headwise.models.description import describe_model
-from headwise.models.model_info import ModelInfo
-from headwise.models.patch_info import PatchInfo
+from headwise.models.values import ModelInfo, PatchInfo
 from headwise.surgery.job import Job
 from headwise.surgery.operation import operate, unchanged
 from headwise.surgery.plan import PlannedModel, SurgeryPlan

@@ -22,7 +22,7 @@ from headwise.diagnosis.triage_values import (
 from headwise.diagnosis.values import Pooled, Profile, SinkRate, Thresholds, diagnosis_from
 from headwise.heads import Head, all_heads
 from headwise.intervals import Interval, mean_interval
-from headwise.models.model_info import ModelInfo
+from headwise.models.values import ModelInfo
 from headwise.plasticity.settings import PlasticitySettings
 from headwise.plasticity.values import (
     DistanceMap,

@@ -14,8 +14,7 @@ from headwise.diagnosis.values import Diagnosis, Thresholds, diagnosis_from
 from headwise.errors import ArtefactError
 from headwise.heads import Head
 from headwise.intervals import Interval, mean_interval
-from headwise.models.model_info import ModelInfo
-from headwise.models.patch_info import PatchInfo
+from headwise.models.values import ModelInfo, PatchInfo
 from headwise.plasticity.settings import PlasticitySettings
 from headwise.proof.compare import Snapshot, compare, paired_losses, read_snapshot
 from headwise.proof.comparison import Comparison

@@ -20,8 +20,8 @@ from headwise.handover.weight_files import RECORD
 from headwise.heads import Head
 from headwise.models.loading import load_model
 from headwise.models.patch import Patch, Slice
-from headwise.models.patch_info import PatchInfo
 from headwise.models.slices import spans_of
+from headwise.models.values import PatchInfo
 from reportstudy import build_study
 
 HEADS = [Head(0, 1), Head(1, 2), Head(1, 3)]

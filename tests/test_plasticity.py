@@ -17,7 +17,7 @@ from scipy.stats import norm
 
 from headwise.artefacts import load_artefact, save_artefact
 from headwise.errors import ArtefactError, SettingsError
-from headwise.models.model_info import ModelInfo
+from headwise.models.values import ModelInfo
 from headwise.plasticity.capture_info import CaptureInfo, CaptureSettings
 from headwise.plasticity.head_group import HeadResult, analyse_group
 from headwise.plasticity.normality import describe_sample, ks_distance, lilliefors_p_values

@@ -22,7 +22,7 @@ from headwise.integrity.checksums import checked_rows, sealed_row
 from headwise.models.description import weight_fingerprint
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.loading import load_model
-from headwise.models.stored_weights import stored_tensors
+from headwise.models.tensor_files import stored_tensors
 from headwise.plasticity.buckets import Buckets
 from headwise.plasticity.capture_info import CaptureSettings
 from headwise.texts.text_sets import read_texts
@@ -353,7 +353,7 @@ def test_two_quantised_models_have_two_fingerprints():
 
 
 def test_falcon_is_not_taken_for_quantised():
-    from headwise.models.spans import is_packed, require_plain
+    from headwise.models.architectures import is_packed, require_plain
 
     model = tiny_language_model("falcon-gqa")
     assert not is_packed(model)

@@ -21,9 +21,10 @@ from headwise.models.architectures import geometry_of
 from headwise.models.description import weight_fingerprint
 from headwise.models.loading import load_model
 from headwise.models.patch import Patch, Slice
-from headwise.models.patch_info import PatchInfo
 from headwise.models.slices import spans_of
-from headwise.models.stored_weights import StoredTensor, stored_weights
+from headwise.models.stored_weights import stored_weights
+from headwise.models.tensor_files import StoredTensor
+from headwise.models.values import PatchInfo
 from headwise.passes import streamed as passes
 from headwise.passes.replacements import Variant, variant_losses
 from headwise.plasticity.capture import capture

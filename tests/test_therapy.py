@@ -18,9 +18,9 @@ from headwise.heads import Head
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.loading import load_model
 from headwise.models.patch import Patch
-from headwise.models.patch_info import PatchInfo
 from headwise.models.patient import patient_texts
 from headwise.models.slices import head_spans
+from headwise.models.values import PatchInfo
 from headwise.proof.compare import compare
 from headwise.proof.evaluate import evaluate
 from headwise.settings import changed

@@ -12,8 +12,8 @@ from headwise.errors import SelectionError
 from headwise.forward.tap import tapped
 from headwise.heads import Head
 from headwise.models.patch import Patch, Slice
-from headwise.models.patch_info import PatchInfo
 from headwise.models.slices import head_spans, read_slices
+from headwise.models.values import PatchInfo
 from headwise.surgery.operation import healthy_std, operate, plan_spans
 from headwise.surgery.sink_directions import measure_directions
 from headwise.surgery.treatments import TREATMENTS, Dose, head_slices, treat, treatment_named

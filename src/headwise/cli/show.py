@@ -187,7 +187,7 @@ def plasticity_table(found: Plasticity) -> Table:
 def check_text(loaded: LoadedModel, result: HeadCheck) -> str:
     """What a passed check says of a model."""
     from headwise.models.architectures import geometry_of, positions_of
-    from headwise.models.model_info import model_name
+    from headwise.models.values import model_name
 
     geometry, difference = geometry_of(loaded.model), result.difference
     return (

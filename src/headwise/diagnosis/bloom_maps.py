@@ -18,7 +18,7 @@ from headwise.artefacts import content_hash, read_json
 from headwise.bundled import DATA
 from headwise.diagnosis.values import Diagnosis, Thresholds, diagnosis_from
 from headwise.errors import ArtefactError
-from headwise.models.model_info import ModelInfo
+from headwise.models.values import ModelInfo
 from headwise.provenance import Provenance
 
 BLOOM = DATA / "bloom"

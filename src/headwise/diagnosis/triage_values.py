@@ -21,7 +21,7 @@ from headwise.diagnosis.values import Diagnosis
 from headwise.frames import frame, interval_columns
 from headwise.heads import Head
 from headwise.intervals import Interval
-from headwise.models.model_info import ModelInfo
+from headwise.models.values import ModelInfo
 from headwise.provenance import Decisions, TextInfo
 from headwise.sheets import Sheet, sheet, sheets_html
 from headwise.values import Finite, from_plain, plain_fields, to_plain

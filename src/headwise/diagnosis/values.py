@@ -17,7 +17,7 @@ from headwise.artefacts import load_artefact, save_artefact
 from headwise.diagnosis.bimodality import ThresholdSweep, threshold_sweep
 from headwise.errors import SettingsError
 from headwise.heads import Head, HeadMap, heads_where
-from headwise.models.model_info import ModelInfo
+from headwise.models.values import ModelInfo
 from headwise.provenance import Provenance
 from headwise.values import (
     BucketArray,

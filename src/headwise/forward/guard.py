@@ -12,8 +12,8 @@ from headwise.errors import HeadwiseError, UnknownArchitectureError
 from headwise.forward.faithfulness import SHORTEST, wrong_positions
 from headwise.forward.separability import check
 from headwise.models.architectures import architecture_of, is_proposed, keep_row
+from headwise.models.families.architecture import Architecture
 from headwise.models.families.proposal import propose_rows
-from headwise.models.family import Architecture
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.stored_weights import stored_weights
 

@@ -26,12 +26,12 @@ from headwise.heads import Head
 from headwise.models.architectures import (
     attention_layers,
     device_of,
+    is_packed,
     is_transposed,
     projection_name,
     projection_of,
 )
 from headwise.models.offloading import held_tensor
-from headwise.models.spans import is_packed
 
 TOKENS = 2048  # a batch of replacements: enough for the GEMMs, little enough for the caches
 

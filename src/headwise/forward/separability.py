@@ -29,11 +29,10 @@ from headwise.forward.faithfulness import (
 )
 from headwise.forward.tap import Sight, tapped
 from headwise.heads import Head
-from headwise.models.architectures import backbone_of, geometry_of, require_groups
-from headwise.models.family import Role
+from headwise.models.architectures import backbone_of, geometry_of, require_groups, require_plain
+from headwise.models.families.architecture import Role
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.slices import Span, head_spans, read_slices, spans_of, write_slices
-from headwise.models.spans import require_plain
 
 NUM_TOKENS = 12  # for the isolation of heads; `compare_runs` goes past windows and chunks
 

@@ -39,7 +39,7 @@ from headwise.models.architectures import (
     attention_modules,
     projection_of,
 )
-from headwise.models.family import Architecture, AttentionCall
+from headwise.models.families.architecture import Architecture, AttentionInputs
 
 NAME = "headwise"
 
@@ -191,7 +191,7 @@ def _forwards(row: Architecture, modules: list[nn.Module]) -> AbstractContextMan
     return replaced_forward(modules, lambda module, previous: _attending(module, call))
 
 
-def _attending(module: nn.Module, call: Callable[..., AttentionCall]) -> Forward:
+def _attending(module: nn.Module, call: Callable[..., AttentionInputs]) -> Forward:
     def forward(*args: Any, **kwargs: Any) -> Any:
         for name in ("layer_past", "past_key_values"):
             if kwargs.get(name) is not None:

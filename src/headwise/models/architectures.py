@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headwise.errors import ModelError, UnknownArchitectureError
+from headwise.errors import ArtefactError, ModelError, UnknownArchitectureError
 from headwise.models.families import ARCHITECTURES, NOT_SEPARABLE
+from headwise.models.families.architecture import Architecture, Positions, Role
 from headwise.models.families.proposal import propose_rows
-from headwise.models.family import Architecture, Positions, Role
 from headwise.models.offloading import execution_device, held_tensor
+
+ROLES: tuple[Role, ...] = get_args(Role)
 
 
 @dataclass(frozen=True)
@@ -192,6 +196,27 @@ def is_plain(module: nn.Module) -> bool:
     if not (type(module) is nn.Linear or falcon or is_transposed(module)):
         return False
     return isinstance(weight, Tensor) and type(weight.data) is Tensor and weight.is_floating_point()
+
+
+def require_plain(model: PreTrainedModel, layers: Iterable[int] | None = None) -> None:
+    """Refuse packed numbers: a quantised projection has no slices that could be written."""
+    for layer in sorted(attention_layers(model) if layers is None else layers):
+        for role in ROLES:
+            module = projection_of(model, layer, role)
+            if not is_plain(module):
+                raise ArtefactError(
+                    f"the {role} weights of layer {layer} are quantised, and slices of them "
+                    "cannot be written",
+                    where=f"{projection_name(model, layer, role)}: {type(module).__name__}",
+                    fix="operate on the model before it is quantised (a float16 or bfloat16 "
+                    "checkpoint), and\nquantise the result; diagnose, evaluate and capture work",
+                )
+
+
+def is_packed(model: PreTrainedModel) -> bool:
+    """Whether some attention weights are quantised."""
+    layers = attention_layers(model)
+    return not all(is_plain(projection_of(model, n, role)) for n in layers for role in ROLES)
 
 
 def dense_weight(module: nn.Module) -> Float[Tensor, "out in"]:

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-from typing import get_args
 
 import torch
 from torch import Tensor
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from headwise.heads import Head
 from headwise.models.architectures import (
+    ROLES,
     alibi_slopes,
     geometry_of,
+    is_packed,
     positions_of,
     projection_of,
     widths,
 )
-from headwise.models.family import Role
-from headwise.models.model_info import ModelInfo
 from headwise.models.offloading import held_pieces, parameter_shapes, plain_parts
 from headwise.models.slices import head_spans
-from headwise.models.spans import is_packed
 from headwise.models.stored_weights import stored_weights
+from headwise.models.values import ModelInfo
 
 _FINGERPRINT = "fingerprint"
 _KEPT = "_headwise_fingerprint"  # on the model itself
@@ -98,7 +95,7 @@ def _slice_weights(model: PreTrainedModel) -> tuple[int, ...] | None:
     """Weights of one head's slices by role, where they are not all head_dim x hidden."""
     geometry, hidden = geometry_of(model), int(model.config.get_text_config().hidden_size)
     head, counts, plain = Head(geometry.layers[0], 0), [], []
-    for role in get_args(Role):
+    for role in ROLES:
         module = projection_of(model, head.layer, role)
         spans = head_spans(model, head, role)
         rows = next(iter(spans.values()))

@@ -23,7 +23,7 @@ from headwise.alarms import Alarm
 from headwise.models.architectures import max_positions
 from headwise.models.description import describe_model
 from headwise.models.first_token import FirstToken, decide_first_token, num_embeddings
-from headwise.models.model_info import ModelInfo
+from headwise.models.values import ModelInfo
 
 Options = ParamSpec("Options")
 Result = TypeVar("Result")

@@ -11,14 +11,14 @@ import io
 import logging
 import os
 import re
-import resource
 import shutil
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, suppress
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from safetensors import SafetensorError
 from transformers import (
@@ -30,24 +30,19 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
-from headwise.artefacts import is_there, read_json, to_json, write_text
+from headwise.artefacts import is_there, read_json, require_regular, to_json, write_text
 from headwise.errors import ModelError
 from headwise.integrity.hub import require_hub
-from headwise.models.architectures import architecture_of, require_groups
+from headwise.models.architectures import architecture_of, is_packed, require_groups
 from headwise.models.description import keep_fingerprint
 from headwise.models.first_token import decide_first_token
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.offloading import held_tensor, plain_parts
 from headwise.models.patch import Patch
 from headwise.models.patient import PATIENTS, empty_patch_path, patient_dir
-from headwise.models.spans import is_packed
-from headwise.models.stored_weights import (
-    StoredTensor,
-    empty_model,
-    require_sound_folder,
-    stored_tensors,
-    stored_weights,
-)
+from headwise.models.stored_weights import empty_model, stored_weights
+from headwise.models.tensor_files import StoredTensor, stored_tensors
+from headwise.values import MOST
 
 Options = dict[str, str | bool | None]  # of `from_pretrained`
 
@@ -98,7 +93,7 @@ def load_model(
     elif not path.exists():
         require_hub(name)
     if path.is_dir():
-        require_sound_folder(path)
+        _require_sound_folder(path)
     with quietly():
         _require_config(source, options)
         words = _load_tokenizer(tokenizer or source, options)
@@ -182,15 +177,14 @@ def _streamed_weights(path: Path, options: Options, dtype: str | None) -> PreTra
 
 def free_memory() -> int:
     """Bytes that this process may still take: of the machine, and of its own limit if any."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    free = os.sysconf("SC_PHYS_PAGES") * page
-    with suppress(OSError):
-        words = Path("/proc/meminfo").read_text().split()
-        free = int(words[words.index("MemAvailable:") + 1]) * 1024
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit == resource.RLIM_INFINITY:
+    free: int = psutil.virtual_memory().available
+    process = psutil.Process()
+    if not hasattr(process, "rlimit"):  # macOS and Windows
         return free
-    taken = int(Path("/proc/self/statm").read_text().split()[0]) * page
+    limit: int = process.rlimit(psutil.RLIMIT_AS)[0]
+    if limit == psutil.RLIM_INFINITY:
+        return free
+    taken: int = process.memory_info().vms
     return min(free, limit - taken)
 
 
@@ -379,3 +373,43 @@ def require_finite(model: PreTrainedModel) -> None:
                 where=model.config._name_or_path or model.config.model_type,
                 fix="use an undamaged checkpoint; a half-precision conversion may have overflowed",
             )
+
+
+# --- before transformers is let at a folder: it builds what a config says, then reads weights -----
+
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_key_value_heads")
+_COUNTS = (*_LAYERS, *_HEADS, "num_labels", "num_experts", "num_local_experts", "n_routed_experts")
+
+
+def _require_sound_folder(folder: Path) -> None:
+    """Refuse a model directory with a pipe for a file, or a config of absurd counts."""
+    for part in (folder, *folder.iterdir()):
+        if is_there(part):
+            require_regular(part)
+    path = folder / "config.json"
+    if not is_there(path):
+        return  # an adapter, or nothing: transformers says which
+    layers = 0
+    for name, value in _counts(read_json(path)):
+        if value > MOST:
+            raise ModelError(
+                f"its config has {name} {value:,}", where=path, fix="correct its config.json"
+            )
+        layers = max(layers, value if name in _LAYERS else 0)
+    stored = len(stored_tensors(folder))
+    if stored and layers > stored:
+        raise ModelError(
+            f"its config has {layers:,} layers, its weight files hold {stored:,} tensors",
+            where=path,
+            fix="use the config.json that belongs to these weights",
+        )
+
+
+def _counts(body: Mapping[str, object], depth: int = 0) -> Iterator[tuple[str, int]]:
+    """The counts of a config and of the configs inside it."""
+    for name, value in body.items():
+        if name in _COUNTS and isinstance(value, int):
+            yield name, value
+        elif isinstance(value, Mapping) and depth < 3:
+            yield from _counts(value, depth + 1)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import torch
@@ -14,11 +16,27 @@ from transformers import PreTrainedModel
 
 from headwise.artefacts import parse_json
 from headwise.errors import ArtefactError
+from headwise.heads import Head
+from headwise.models.architectures import (
+    ROLES,
+    attention_layers,
+    geometry_of,
+    is_transposed,
+    projection_name,
+    require_plain,
+    widths,
+)
+from headwise.models.families.architecture import Role
 from headwise.models.offloading import held_tensor
-from headwise.models.patch_info import PatchInfo, PatchPlaces
-from headwise.models.slices import Span, slices_fingerprint, write_slices
-from headwise.models.spans import require_apart, require_heads_only
+from headwise.models.slices import (
+    Span,
+    head_spans,
+    output_bias_span,
+    slices_fingerprint,
+    write_slices,
+)
 from headwise.models.tensor_files import read_safetensors, write_safetensors
+from headwise.models.values import PatchInfo
 from headwise.values import from_plain, to_plain
 
 PATCH_SCHEMA = "headwise.patch/1"
@@ -84,9 +102,11 @@ class Patch:
 
     def describe(self, path: Path | None = None) -> PatchInfo:
         """What an evaluation records of this patch."""
-        told = None if path is None else str(path)
         return replace(
-            self.info, path=told, num_weights=self.num_weights, sha256=self.fingerprint()
+            self.info,
+            path=None if path is None else str(path),
+            num_weights=self.num_weights,
+            sha256=self.fingerprint(),
         )
 
     @contextmanager
@@ -100,13 +120,17 @@ class Patch:
 
     def _require(self, model: PreTrainedModel, state: str, verb: str, *, any_bits: bool) -> None:
         """Check every slice before one is written; `any_bits` asks for the right shape only."""
-        named = dict(model.named_parameters())
-        require_heads_only(model, {name: part.span for name, part in self.slices.items()}, verb)
-        held = _Held(model)
-        for name, part in sorted(self.slices.items(), key=lambda item: item[1].span.parameter):
-            fits = _fits(part, named.get(part.span.parameter))
-            expected = getattr(part, state)
-            if not fits or not (any_bits or _same_bits(held.slice(part.span), expected)):
+        _require_heads_only(model, {name: part.span for name, part in self.slices.items()}, verb)
+        parameters = dict(model.named_parameters())
+        by_parameter = sorted(self.slices.items(), key=lambda item: item[1].span.parameter)
+        for parameter, slices in groupby(by_parameter, key=lambda item: item[1].span.parameter):
+            tensor: Tensor | None = parameters.get(parameter)
+            if tensor is not None and not any_bits:
+                tensor = held_tensor(model, parameter)  # once: it may lie on disk
+            for name, part in slices:
+                fits = _fits(part, tensor)
+                if fits and (any_bits or _holds(tensor, part.span, getattr(part, state))):
+                    continue
                 raise ArtefactError(
                     f"cannot {verb} the patch: {name} is not what it should be "
                     f"({'other bits' if fits else 'no such weights'})",
@@ -140,8 +164,8 @@ class Patch:
         """Read a patch file; a damaged, cut-off or foreign file is an `ArtefactError`."""
         path = Path(path)
         tensors, metadata = read_safetensors(path, PATCH_SCHEMA)
-        told = {"spans": _json(metadata, "spans", path)}
-        spans = from_plain(PatchPlaces, told, path).spans
+        places = parse_json(metadata.get("spans", ""), path)
+        spans = from_plain(dict[str, tuple[str, int, int, int]], places, path)
         wanted = {f"{name}.{state}" for name in spans for state in ("before", "after")}
         if wanted != set(tensors):
             raise ArtefactError("its slices and their places do not go together", where=path)
@@ -150,16 +174,11 @@ class Patch:
             for name, span in spans.items()
         }
         require_sound(slices, path)
-        info = from_plain(PatchInfo, _json(metadata, "info", path), path)
+        info = from_plain(PatchInfo, parse_json(metadata.get("info", ""), path), path)
         patch = Patch(slices, info, tuple(metadata.get("documents", "").split()))
         if patch.base_fingerprint() != metadata.get("base_slices_sha256"):
             raise ArtefactError("the patch is damaged: its base slices do not match", where=path)
         return patch
-
-
-def _json(metadata: Mapping[str, str], key: str, path: Path) -> object:
-    parsed: object = parse_json(metadata.get(key, ""), path)
-    return parsed
 
 
 def require_sound(slices: Mapping[str, Slice], where: object) -> None:
@@ -168,7 +187,7 @@ def require_sound(slices: Mapping[str, Slice], where: object) -> None:
         fault = _fault(part)
         if fault:
             raise ArtefactError(f"the slice {name} {fault}", where=where, fix=_REMAKE)
-    require_apart({name: part.span for name, part in slices.items()}, where)
+    _require_apart({name: part.span for name, part in slices.items()}, where)
 
 
 _REMAKE = "use a patch that headwise wrote"
@@ -198,26 +217,67 @@ def applied(
         yield
 
 
-class _Held:
-    """Slices of a model, whose parameters are read once if they are asked for one by one."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model, self.name, self.tensor = model, "", torch.empty(0)
-
-    def slice(self, span: Span) -> Tensor:
-        """The slice as it is now."""
-        if span.parameter != self.name:
-            self.name, self.tensor = span.parameter, held_tensor(self.model, span.parameter)
-        return span.within(self.tensor)
-
-
 def _fits(part: Slice, tensor: Tensor | None) -> bool:
     if tensor is None or tensor.shape[part.span.axis] < part.span.stop:
         return False
     return part.span.within(tensor).shape == part.after.shape
 
 
-def _same_bits(left: Tensor, right: Tensor) -> bool:
-    if left.shape != right.shape or left.dtype != right.dtype:
+def _holds(tensor: Tensor | None, span: Span, value: Tensor) -> bool:
+    """Whether a parameter has these bits, in this precision, at a span."""
+    if tensor is None or tensor.dtype != value.dtype:
         return False
-    return torch.equal(left.detach().cpu(), right.detach().cpu())
+    return torch.equal(span.within(tensor).detach().cpu(), value.detach().cpu())
+
+
+_HEAD = re.compile(r"L(\d{1,6})(H|KV)(\d{1,6})\.([qkvo])(?:_bias)?")
+_BIAS = re.compile(r"L(\d{1,6})\.o_bias")
+
+
+def _require_heads_only(model: PreTrainedModel, spans: Mapping[str, Span], verb: str) -> None:
+    """Refuse a span that is not where the architecture has what its name says."""
+    layers = set(attention_layers(model))
+    require_plain(model)
+    for name, span in spans.items():
+        expected = _span_of(model, name, layers)
+        if expected is None or span != expected:
+            place = "nothing of that name" if expected is None else str(expected)
+            raise ArtefactError(
+                f"cannot {verb} the patch: {name} is no slice of a head of this model "
+                f"({span}, the model has {place})",
+                where=model.config.model_type,
+                fix="use the model the patch was made from, and a patch that headwise wrote",
+            )
+
+
+def _span_of(model: PreTrainedModel, name: str, layers: set[int]) -> Span | None:
+    """Where a slice of this name is; of a whole projection (lora) any stretch of it."""
+    head, bias = _HEAD.fullmatch(name), _BIAS.fullmatch(name)
+    if head is not None and int(head[1]) in layers:
+        geometry = geometry_of(model, int(head[1]))
+        grouped = head[2] == "KV"
+        index = int(head[3]) * (geometry.group if grouped else 1)
+        if index < geometry.num_heads:
+            role: Role = head[4]  # type: ignore[assignment]
+            return head_spans(model, Head(int(head[1]), index), role).get(name)
+    if bias is not None and int(bias[1]) in layers:
+        return output_bias_span(model, int(bias[1])).get(name)
+    module = re.sub(r"\.lora\d{1,6}$", "", name)
+    projections = {projection_name(model, n, role) for n in layers for role in ROLES}
+    if module != name and module in projections:
+        reads, writes = widths(model.get_submodule(module))
+        rows = reads if is_transposed(model.get_submodule(module)) else writes
+        return Span(f"{module}.weight", 0, 0, rows)
+    return None
+
+
+def _require_apart(spans: Mapping[str, Span], where: object) -> None:
+    """Refuse slices that overlap: undoing them in any order would not give the weights back."""
+    named = sorted((span.parameter, span.axis, span.start, span.stop) for span in spans.values())
+    axes: dict[str, int] = {}
+    for parameter, axis, _, _ in named:
+        if axes.setdefault(parameter, axis) != axis:
+            raise ArtefactError(f"slices of {parameter} cross each other", where=where)
+    for (parameter, _, _, stop), (other, _, start, _) in pairwise(named):
+        if parameter == other and start < stop:
+            raise ArtefactError(f"slices of {parameter} overlap at {start}", where=where)

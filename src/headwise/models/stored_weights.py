@@ -8,7 +8,6 @@ memory, slice by slice, and laid over a weight whenever it is read.
 
 from __future__ import annotations
 
-import json
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,28 +19,14 @@ import torch
 from accelerate import init_empty_weights
 from accelerate.hooks import attach_align_device_hook
 from jaxtyping import Float, Int
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from headwise.artefacts import is_there, read_json, require_regular
 from headwise.errors import ModelError
-from headwise.models.tensor_files import LARGEST_HEADER, require_length
-from headwise.values import MOST
-
-_TYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
-
+from headwise.models.tensor_files import StoredTensor, stored_tensors
 
 PIECE = 2**24  # numbers of a weight that are read at once where it need not be whole
-
-
-_WEIGHTS = "model.safetensors"
 
 
 _EMPTY = torch.empty
@@ -51,31 +36,6 @@ _STORED = "_headwise_stored"  # on the model itself
 
 
 Place = tuple[int, int, int]  # axis, start and stop of a slice
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """Where one tensor lies."""
-
-    file: Path
-    offset: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """The numbers from `start` to `stop`, as one row."""
-        size = self.dtype.itemsize
-        buffer = bytearray((stop - start) * size)
-        with self.file.open("rb") as file:
-            file.seek(self.offset + start * size)
-            if file.readinto(buffer) != len(buffer):
-                raise ModelError("the weight file is cut off", where=self.file, fix="copy it again")
-        return torch.frombuffer(buffer, dtype=self.dtype) if buffer else torch.empty(0)
-
-    @property
-    def numel(self) -> int:
-        """How many numbers it has."""
-        return torch.Size(self.shape).numel()
 
 
 @dataclass(frozen=True)
@@ -89,10 +49,10 @@ class StoredWeights(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         stored = self.tensors[name]
-        found = stored.read(0, stored.numel).to(self.dtype).view(stored.shape)
+        tensor = stored.read(0, stored.numel).to(self.dtype).view(stored.shape)
         for (axis, start, stop), value in self.changes.get(name, {}).items():
-            found.narrow(axis, start, stop - start).copy_(value)
-        return found
+            tensor.narrow(axis, start, stop - start).copy_(value)
+        return tensor
 
     def change(self, name: str, place: Place, value: Tensor) -> None:
         """From now on a slice has other numbers; its file stays as it is."""
@@ -133,65 +93,6 @@ class StoredWeights(Mapping[str, Tensor]):
         """On disk; what is tied lies there once."""
         places = {(one.file, one.offset): one for one in self.tensors.values()}
         return sum(one.numel * one.dtype.itemsize for one in places.values())
-
-
-def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of all safetensors files of a model directory."""
-    found: dict[str, StoredTensor] = {}
-    for path in weight_files(folder):
-        try:
-            found |= _tensors_of(path)
-        except (SafetensorError, OSError, ValueError, LookupError) as error:
-            raise ModelError(
-                f"the weight file is damaged or cut off ({str(error)[:200]})",
-                where=path,
-                fix="download or copy the weights again",
-            ) from None
-    return found
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that transformers would read; others may lie beside them."""
-    if is_there(folder / _WEIGHTS):
-        return [folder / _WEIGHTS]
-    path = folder / f"{_WEIGHTS}.index.json"
-    if not is_there(path):
-        return sorted(folder.glob("*.safetensors"))
-    names = read_json(path).get("weight_map")
-    named = set(names.values()) if isinstance(names, dict) else set()
-    if not named or not all(isinstance(name, str) and Path(name).name == name for name in named):
-        raise ModelError(
-            "its index does not name weight files of this folder",
-            where=path,
-            fix="download or copy the model again; a shard lies beside its index",
-        )
-    return [folder / name for name in sorted(named)]
-
-
-def _tensors_of(path: Path) -> dict[str, StoredTensor]:
-    # Checks places, types and shapes of all tensors. For "pt" the file would be mapped twice,
-    # which a process that is limited to less than two of its files cannot.
-    with safe_open(str(path), framework="numpy"):
-        pass
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(min(size, LARGEST_HEADER)))
-    header.pop("__metadata__", None)
-    require_length(header, 8 + size, path.stat().st_size)
-    return {
-        name: StoredTensor(
-            path,
-            8 + size + int(entry["data_offsets"][0]),
-            _TYPES.get(entry["dtype"], torch.uint8),
-            tuple(entry["shape"]),
-        )
-        for name, entry in header.items()
-    }
-
-
-def stored_bytes(folder: Path) -> int:
-    """The size of a model directory's safetensors files."""
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 class _NoMemory(TorchFunctionMode):
@@ -282,44 +183,3 @@ def at_hand(model: PreTrainedModel, prefix: str) -> Iterator[dict[str, Tensor]]:
     finally:
         for (_, hook), weights_map in zip(hooked, before, strict=True):
             hook.weights_map = weights_map
-
-
-# --- before transformers is let at a folder: it builds what a config says, then reads weights -----
-
-CONFIG = "config.json"
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_key_value_heads")
-_COUNTS = (*_LAYERS, *_HEADS, "num_labels", "num_experts", "num_local_experts", "n_routed_experts")
-
-
-def require_sound_folder(folder: Path) -> None:
-    """Refuse a model directory with a pipe for a file, or a config of absurd counts."""
-    for part in (folder, *folder.iterdir()):
-        if is_there(part):
-            require_regular(part)
-    path = folder / CONFIG
-    if not is_there(path):
-        return  # an adapter, or nothing: transformers says which
-    layers = 0
-    for name, value in _counts(read_json(path)):
-        if value > MOST:
-            raise ModelError(
-                f"its config has {name} {value:,}", where=path, fix="correct its config.json"
-            )
-        layers = max(layers, value if name in _LAYERS else 0)
-    stored = len(stored_tensors(folder))
-    if stored and layers > stored:
-        raise ModelError(
-            f"its config has {layers:,} layers, its weight files hold {stored:,} tensors",
-            where=path,
-            fix="use the config.json that belongs to these weights",
-        )
-
-
-def _counts(body: Mapping[str, object], depth: int = 0) -> Iterator[tuple[str, int]]:
-    """The counts of a config and of the configs inside it."""
-    for name, value in body.items():
-        if name in _COUNTS and isinstance(value, int):
-            yield name, value
-        elif isinstance(value, Mapping) and depth < 3:
-            yield from _counts(value, depth + 1)

@@ -1,23 +1,35 @@
-"""Tensors on disk: safetensors files, written atomically, with a checksum of all they hold."""
+"""Safetensors files: headwise's own, written atomically with a checksum, and those of models.
+
+Nothing here knows a model: `stored_weights` streams one from these files.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
-from headwise.artefacts import require_regular, write_atomically
-from headwise.errors import ArtefactError
+from headwise.artefacts import is_there, read_json, require_regular, write_atomically
+from headwise.errors import ArtefactError, ModelError
 from headwise.integrity.checksums import CHECKSUM, require_same
 
 _METADATA = "__metadata__"
-LARGEST_HEADER = 100_000_000  # bytes; the library's own limit
+_LARGEST_HEADER = 100_000_000  # bytes; the library's own limit
+_WEIGHTS = "model.safetensors"
+TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
 _CHUNK = 1 << 20
 
 
@@ -29,9 +41,9 @@ def write_safetensors(
     size = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + size])
     data = memoryview(raw)[8 + size :]
-    told = dict(sorted((metadata or {}).items()))
-    told[CHECKSUM] = _checksum(header, told, [data])
-    text = json.dumps({_METADATA: told, **header}, separators=(",", ":")).encode()
+    entries = dict(sorted((metadata or {}).items()))
+    entries[CHECKSUM] = _checksum(header, entries, [data])
+    text = json.dumps({_METADATA: entries, **header}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # data stays aligned
 
     def write(file: Any) -> None:
@@ -57,37 +69,43 @@ def verified_metadata(path: Path, schema: str | None = None) -> dict[str, str]:
     """The metadata of a safetensors file whose header and data are what was written."""
     try:
         require_regular(path)
+        header, metadata, start = read_header(Path(path))
         with Path(path).open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(size, LARGEST_HEADER)))
-            told = header.pop(_METADATA, {})
-            require_length(header, 8 + size, Path(path).stat().st_size)
-            found = _checksum(header, told, iter(lambda: file.read(_CHUNK), b""))
+            file.seek(start)
+            checksum = _checksum(header, metadata, iter(lambda: file.read(_CHUNK), b""))
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         raise ArtefactError("no such file", where=path, fix="check the path") from None
     except (OSError, ValueError, AttributeError, TypeError, LookupError, RecursionError) as error:
         raise _unreadable(path, error) from None
     noun = "file" if schema is None else schema.removeprefix("headwise.").partition("/")[0]
-    if schema is not None and told.get("schema") != schema:
+    if schema is not None and metadata.get("schema") != schema:
         raise ArtefactError(f"not a headwise {noun}", where=path, fix=f"expected {schema}")
     fix = "take an undamaged copy, or make it again with this version of headwise"
-    require_same(found, told.pop(CHECKSUM, None), path, fix, f"the {noun}")
-    return dict(told)
+    require_same(checksum, metadata.pop(CHECKSUM, None), path, fix, f"the {noun}")
+    return dict(metadata)
 
 
-def require_length(header: Mapping[str, Any], start: int, length: int) -> None:
-    """Raise ValueError if a file of this length lacks data that its header speaks of."""
-    ends = [part["data_offsets"][1] for part in header.values()]
-    if start + max(ends, default=0) > length:
+def read_header(path: Path) -> tuple[dict[str, Any], dict[str, str], int]:
+    """A safetensors file's tensors, its metadata, and where its data starts.
+
+    Raises ValueError if the file is shorter than its header says.
+    """
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(min(size, _LARGEST_HEADER)))
+    metadata = header.pop(_METADATA, {})
+    ends = [entry["data_offsets"][1] for entry in header.values()]
+    if 8 + size + max(ends, default=0) > path.stat().st_size:
         raise ValueError("it is cut off")
+    return header, metadata, 8 + size
 
 
 def _checksum(
     header: Mapping[str, Any], metadata: Mapping[str, str], data: Iterable[bytes | memoryview]
 ) -> str:
     """Of names, types, shapes, metadata and bits."""
-    told = {key: value for key, value in metadata.items() if key != CHECKSUM}
-    digest = hashlib.sha256(json.dumps([told, header], sort_keys=True).encode())
+    entries = {key: value for key, value in metadata.items() if key != CHECKSUM}
+    digest = hashlib.sha256(json.dumps([entries, header], sort_keys=True).encode())
     for part in data:
         digest.update(part)
     return digest.hexdigest()
@@ -98,3 +116,78 @@ def _unreadable(path: Path, error: Exception) -> ArtefactError:
     return ArtefactError(
         f"not a complete safetensors file ({what})", where=path, fix="write or copy it again"
     )
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where one tensor lies."""
+
+    file: Path
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """The numbers from `start` to `stop`, as one row."""
+        size = self.dtype.itemsize
+        buffer = bytearray((stop - start) * size)
+        with self.file.open("rb") as file:
+            file.seek(self.offset + start * size)
+            if file.readinto(buffer) != len(buffer):
+                raise ModelError("the weight file is cut off", where=self.file, fix="copy it again")
+        return torch.frombuffer(buffer, dtype=self.dtype) if buffer else torch.empty(0)
+
+    @property
+    def numel(self) -> int:
+        """How many numbers it has."""
+        return torch.Size(self.shape).numel()
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of all safetensors files of a model directory."""
+    found: dict[str, StoredTensor] = {}
+    for path in weight_files(folder):
+        try:
+            found |= _tensors_of(path)
+        except (SafetensorError, OSError, ValueError, LookupError) as error:
+            raise ModelError(
+                f"the weight file is damaged or cut off ({str(error)[:200]})",
+                where=path,
+                fix="download or copy the weights again",
+            ) from None
+    return found
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that transformers would read; others may lie beside them."""
+    if is_there(folder / _WEIGHTS):
+        return [folder / _WEIGHTS]
+    path = folder / f"{_WEIGHTS}.index.json"
+    if not is_there(path):
+        return sorted(folder.glob("*.safetensors"))
+    names = read_json(path).get("weight_map")
+    named = set(names.values()) if isinstance(names, dict) else set()
+    if not named or not all(isinstance(name, str) and Path(name).name == name for name in named):
+        raise ModelError(
+            "its index does not name weight files of this folder",
+            where=path,
+            fix="download or copy the model again; a shard lies beside its index",
+        )
+    return [folder / name for name in sorted(named)]
+
+
+def _tensors_of(path: Path) -> dict[str, StoredTensor]:
+    # Checks places, types and shapes of all tensors. For "pt" the file would be mapped twice,
+    # which a process that is limited to less than two of its files cannot.
+    with safe_open(str(path), framework="numpy"):
+        pass
+    header, _, start = read_header(path)
+    return {
+        name: StoredTensor(
+            path,
+            start + int(entry["data_offsets"][0]),
+            TYPES.get(entry["dtype"], torch.uint8),
+            tuple(entry["shape"]),
+        )
+        for name, entry in header.items()
+    }

@@ -9,7 +9,7 @@ from typing import Literal
 
 from headwise.artefacts import load_artefact, save_artefact
 from headwise.errors import SettingsError
-from headwise.models.model_info import ModelInfo
+from headwise.models.values import ModelInfo
 from headwise.plasticity.buckets import Buckets
 from headwise.provenance import TextInfo
 from headwise.values import OMITTED, from_plain, to_plain

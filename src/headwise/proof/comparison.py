@@ -15,7 +15,7 @@ from headwise.alarms import Alarm
 from headwise.artefacts import load_artefact, save_artefact
 from headwise.frames import head_frame
 from headwise.intervals import Interval
-from headwise.models.model_info import ModelInfo
+from headwise.models.values import ModelInfo
 from headwise.proof.evaluation import Recovery
 from headwise.proof.trajectories import ColumnTrend, TwoPhenomena
 from headwise.proof.zones import Drift, Transitions

@@ -19,7 +19,7 @@ from headwise.artefacts import load_artefact, save_artefact, versions
 from headwise.bundled import DATA
 from headwise.errors import ArtefactError, TextError
 from headwise.frames import frame
-from headwise.models.model_info import ModelInfo
+from headwise.models.values import ModelInfo
 from headwise.sheets import sheets_html
 from headwise.values import OMITTED, from_plain, plain_fields, to_plain
 

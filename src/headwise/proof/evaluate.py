@@ -27,13 +27,11 @@ from headwise.diagnosis.values import Diagnosis, Dormancy
 from headwise.errors import SelectionError, TextError
 from headwise.forward.guard import guard
 from headwise.heads import JOINT, Head, all_heads, select_heads
-from headwise.models.architectures import attention_layers, geometry_of
+from headwise.models.architectures import attention_layers, geometry_of, is_packed
 from headwise.models.loaded_model import LoadedModel, takes_model
-from headwise.models.model_info import ModelInfo
 from headwise.models.patch import Patch, applied
-from headwise.models.patch_info import PatchInfo
-from headwise.models.spans import is_packed
 from headwise.models.stored_weights import stored_weights
+from headwise.models.values import ModelInfo, PatchInfo
 from headwise.passes.readings import Measuring, alone, together
 from headwise.progress import Budget, Progress, Work, silent, stage, unlimited
 from headwise.proof.ablation import Ablation, ablate_heads

@@ -17,8 +17,7 @@ from headwise.diagnosis.values import SICK, Diagnosis, Dormancy, HeadClass
 from headwise.frames import frame
 from headwise.heads import JOINT, Head
 from headwise.intervals import Interval
-from headwise.models.model_info import ModelInfo
-from headwise.models.patch_info import PatchInfo
+from headwise.models.values import ModelInfo, PatchInfo
 from headwise.provenance import Decisions, TextInfo
 from headwise.sheets import sheets_html
 from headwise.values import OMITTED, Empty, Finite, HeadArray, from_plain, plain_fields, to_plain

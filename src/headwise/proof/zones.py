@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 
 from headwise.diagnosis.values import Diagnosis, HeadClass
 from headwise.heads import Head, heads_where
-from headwise.models.model_info import ModelInfo
+from headwise.models.values import ModelInfo
 from headwise.surgery.plan import SurgeryPlan
 from headwise.values import Finite
 

@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from headwise.bundled import DATA
 from headwise.intervals import Interval
-from headwise.models.model_info import ModelInfo
+from headwise.models.values import ModelInfo
 from headwise.proof.completed_texts import Completions
 from headwise.provenance import Provenance
 from headwise.report.effect import effect_of

@@ -19,7 +19,7 @@ from headwise.diagnosis.values import Diagnosis, classify
 from headwise.errors import ArtefactError
 from headwise.integrity.checksums import require_run
 from headwise.intervals import Interval
-from headwise.models.model_info import ModelInfo, model_name
+from headwise.models.values import ModelInfo, model_name
 from headwise.plasticity.values import PlasticitySummary, find_plasticity
 from headwise.proof.compare import compare
 from headwise.proof.comparison import Comparison

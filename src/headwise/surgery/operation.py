@@ -22,12 +22,12 @@ from headwise.models.architectures import (
     dense_weight,
     geometry_of,
     projection_of,
+    require_plain,
 )
 from headwise.models.description import weight_fingerprint
 from headwise.models.patch import Patch, Slice
-from headwise.models.patch_info import PatchInfo
 from headwise.models.slices import Span, head_spans, output_bias_span, read_slices, spans_of
-from headwise.models.spans import require_plain
+from headwise.models.values import PatchInfo
 from headwise.surgery.plan import SurgeryPlan
 
 

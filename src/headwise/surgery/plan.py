@@ -23,8 +23,7 @@ from headwise.diagnosis.values import Diagnosis
 from headwise.errors import ArtefactError, SelectionError
 from headwise.frames import frame
 from headwise.heads import Head, format_heads, named_ranges, select_heads
-from headwise.models.model_info import ModelInfo, model_name
-from headwise.models.patch_info import PatchInfo
+from headwise.models.values import ModelInfo, PatchInfo, model_name
 from headwise.settings import changed, read_yaml, validated
 from headwise.sheets import Sheet, sheet, sheets_html
 from headwise.values import MOST_HEADS, Count, Empty

@@ -28,7 +28,7 @@ from headwise.models.architectures import (
     geometry_of,
     projection_of,
 )
-from headwise.models.family import Role
+from headwise.models.families.architecture import Role
 from headwise.models.slices import head_spans
 from headwise.texts.batches import Batch
 from headwise.texts.corpus import spread_blocks

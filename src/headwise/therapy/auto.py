@@ -19,7 +19,7 @@ from headwise.diagnosis.triage_values import HeadTriage, TriageClass, TriageThre
 from headwise.heads import Head, format_heads
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.patch import Patch
-from headwise.models.patch_info import PatchInfo
+from headwise.models.values import PatchInfo
 from headwise.progress import Progress, silent, stage
 from headwise.settings import changed
 from headwise.surgery.operation import require_planned_model

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from headwise.integrity.locks import one_writer
+from headwise.models.architectures import require_plain
 from headwise.models.loaded_model import LoadedModel, takes_model
-from headwise.models.spans import require_plain
 from headwise.progress import Budget, Progress, Work, silent, stage, unlimited
 from headwise.settings import changed
 from headwise.surgery.modes import TRAINED, Mode, require_treated_mode

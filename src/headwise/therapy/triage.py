@@ -28,10 +28,10 @@ from headwise.diagnosis.values import Diagnosis
 from headwise.errors import ArtefactError, TextError
 from headwise.forward.guard import guard
 from headwise.heads import Head, format_heads, select_heads
+from headwise.models.architectures import require_plain
 from headwise.models.description import weight_fingerprint
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.patch import Patch
-from headwise.models.spans import require_plain
 from headwise.progress import Budget, Progress, Work, silent, unlimited
 from headwise.proof.head_costs import Interventions, first_order_costs, head_costs
 from headwise.proof.staged import (

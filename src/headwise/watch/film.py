@@ -29,7 +29,7 @@ from headwise.diagnosis.values import Diagnosis, Thresholds, diagnosis_from
 from headwise.errors import ArtefactError
 from headwise.heads import Head, heads_where
 from headwise.integrity.checksums import checked_rows, sealed_row
-from headwise.models.model_info import ModelInfo
+from headwise.models.values import ModelInfo
 from headwise.provenance import Provenance
 from headwise.values import Finite, HeadArray, from_plain, plain_fields, to_plain
 from headwise.watch.trend import HeadAlarm, TrendRule, rule_alarms

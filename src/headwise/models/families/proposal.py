@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from headwise.models.family import Architecture, Positions
+from headwise.models.families.architecture import Architecture, Positions
 
 _QUERY = re.compile(r"(to_|w)?q(uery)?(_?(proj|lin|linear|layer))?$", re.I)
 _KEY = re.compile(r"(to_|w)?k(ey)?(_?(proj|lin|linear|layer))?$", re.I)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from headwise.models.families.ways import (
+from headwise.models.families.architecture import Architecture
+from headwise.models.families.custom_attention import (
     bloom_call,
     bloom_slopes,
     falcon_call,
@@ -19,7 +20,6 @@ from headwise.models.families.ways import (
     mpt_slopes,
     xglm_call,
 )
-from headwise.models.family import Architecture
 
 _LLAMA = Architecture()
 

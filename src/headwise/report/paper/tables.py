@@ -14,7 +14,7 @@ from headwise.diagnosis.bloom_maps import bloom_slopes
 from headwise.diagnosis.survey import rank_correlation
 from headwise.diagnosis.values import BAND_SHARE
 from headwise.heads import JOINT, format_indices
-from headwise.models.model_info import ModelInfo
+from headwise.models.values import ModelInfo
 from headwise.report.paper import values as paper
 from headwise.report.paper.losses import against_stock, best_validation, held_out
 from headwise.report.source import MASS, Condition, Source

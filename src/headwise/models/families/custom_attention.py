@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headwise.models.family import AttentionCall
+from headwise.models.families.architecture import AttentionInputs
 
 
 def bloom_slopes(model: PreTrainedModel) -> Tensor:
@@ -31,14 +31,14 @@ def bloom_call(
     alibi: Tensor,
     attention_mask: Tensor | None,
     **_: Any,
-) -> AttentionCall:
+) -> AttentionInputs:
     """BLOOM: fused projections, ALiBi, the residual added inside."""
     q, k, v = module._reshape(module.query_key_value(hidden_states))
 
     def finish(merged: Tensor) -> tuple[Tensor, None]:
         return residual + module.dense(merged), None
 
-    return AttentionCall(q, k, v, module.inv_norm_factor, attention_mask, finish, alibi=True)
+    return AttentionInputs(q, k, v, module.inv_norm_factor, attention_mask, finish, alibi=True)
 
 
 def falcon_slopes(model: PreTrainedModel) -> Tensor:
@@ -57,7 +57,7 @@ def falcon_call(
     attention_mask: Tensor | None,
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     **_: Any,
-) -> AttentionCall:
+) -> AttentionInputs:
     """Falcon: RoPE, or an ALiBi bias of its own making."""
     from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
 
@@ -81,7 +81,7 @@ def falcon_call(
         return module.dense(merged), None
 
     scale = 1 / math.sqrt(module.head_dim)
-    return AttentionCall(q, k, v, scale, attention_mask, finish, bias=bias)
+    return AttentionInputs(q, k, v, scale, attention_mask, finish, bias=bias)
 
 
 def mpt_slopes(model: PreTrainedModel) -> Tensor:
@@ -102,7 +102,7 @@ def mpt_call(
     past_key_values: None = None,
     attention_mask: Tensor | None = None,
     **_: Any,
-) -> AttentionCall:
+) -> AttentionInputs:
     """MPT: fused projections, perhaps clipped, and ALiBi."""
     mixed = module.Wqkv(hidden_states)
     if module.clip_qkv:
@@ -113,7 +113,7 @@ def mpt_call(
     def finish(merged: Tensor) -> tuple[Tensor, None]:
         return module.out_proj(merged), None
 
-    return AttentionCall(q, k, v, module.softmax_scale, attention_mask, finish, alibi=True)
+    return AttentionInputs(q, k, v, module.softmax_scale, attention_mask, finish, alibi=True)
 
 
 def gptj_call(
@@ -124,7 +124,7 @@ def gptj_call(
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
     **_: Any,
-) -> AttentionCall:
+) -> AttentionInputs:
     """GPT-J: rotary tables inside the attention module."""
     split = (module.num_attention_heads, module.head_dim)
     names = (module.q_proj, module.k_proj, module.v_proj)
@@ -135,7 +135,7 @@ def gptj_call(
         return module.out_proj(merged), None
 
     scale = 1 / float(module.scale_attn)
-    return AttentionCall(q, k, v.transpose(1, 2), scale, attention_mask, finish)
+    return AttentionInputs(q, k, v.transpose(1, 2), scale, attention_mask, finish)
 
 
 def _gptj_rotate(module: Any, x: Tensor, position_ids: Tensor | None) -> Tensor:
@@ -153,7 +153,7 @@ def gpt_neo_call(
     hidden_states: Tensor,
     attention_mask: Tensor | None = None,
     **_: Any,
-) -> AttentionCall:
+) -> AttentionInputs:
     """GPT-Neo: unscaled scores, and a window in every other layer."""
     split = (module.num_heads, module.head_dim)
     names = (module.q_proj, module.k_proj, module.v_proj)
@@ -163,7 +163,7 @@ def gpt_neo_call(
     def finish(merged: Tensor) -> tuple[Tensor, None]:
         return module.out_proj(merged), None
 
-    return AttentionCall(q, k, v, 1.0, attention_mask, finish, window=window)
+    return AttentionInputs(q, k, v, 1.0, attention_mask, finish, window=window)
 
 
 def xglm_call(
@@ -174,7 +174,7 @@ def xglm_call(
     past_key_values: None = None,
     attention_mask: Tensor | None = None,
     **_: Any,
-) -> AttentionCall:
+) -> AttentionInputs:
     """XGLM: plain attention without the interface."""
     split = (module.num_heads, module.head_dim)
     names = (module.q_proj, module.k_proj, module.v_proj)
@@ -183,4 +183,4 @@ def xglm_call(
     def finish(merged: Tensor) -> tuple[Tensor, None]:
         return module.out_proj(merged), None
 
-    return AttentionCall(q, k, v, module.scaling, attention_mask, finish)
+    return AttentionInputs(q, k, v, module.scaling, attention_mask, finish)

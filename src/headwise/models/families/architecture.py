@@ -26,7 +26,7 @@ Role = Literal["q", "k", "v", "o"]
 
 
 @dataclass(frozen=True)
-class AttentionCall:
+class AttentionInputs:
     """One call of an attention module that bypasses transformers' AttentionInterface.
 
     The family's function says what is attended to what; the tap does the attending.
@@ -62,7 +62,7 @@ class Architecture:
     slopes: Callable[[PreTrainedModel], Tensor] | None = None  # of ALiBi, as executed
     # (module, attention implementation when not tapped, arguments of its forward...); None: the
     # family goes through transformers' AttentionInterface
-    attention_call: Callable[..., AttentionCall] | None = None
+    attention_call: Callable[..., AttentionInputs] | None = None
 
     # Names of config fields; "" where the family has none
     alibi_if: str = ""  # true: ALiBi instead of `positions`

@@ -1,7 +1,8 @@
-"""What an artefact says about its model: a value without torch."""
+"""What artefacts say about models and patches: values without torch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pydantic import NonNegativeInt
@@ -66,3 +67,20 @@ def model_name(identifier: str) -> str:
     """The last part of a hub id or a path; a folder called `hf` is named by its parent."""
     *above, last = identifier.rstrip("/").split("/")
     return above[-1] if last == "hf" and above and above[-1] else last
+
+
+@dataclass(frozen=True)
+class PatchInfo:
+    """Where a patch comes from; an evaluation adds which file it was and how much it changes."""
+
+    base_model: str = "an unknown model"
+    plan: Mapping[str, object] | None = field(default=None, metadata=OMITTED)  # as JSON
+    path: str | None = field(default=None, metadata=OMITTED)
+    num_weights: int | None = field(default=None, metadata=OMITTED)
+    sha256: str | None = field(default=None, metadata=OMITTED)  # of what its slices became
+
+    @property
+    def bos(self) -> bool | None:
+        """Whether the texts of its training started with a BOS; None if its plan does not say."""
+        bos = (self.plan or {}).get("bos")
+        return bos if isinstance(bos, bool) else None
