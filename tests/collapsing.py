@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 
 from conftest import tiny_tokenizer
 from headwise.forward.attention import Scores, tile_scores
-from headwise.forward.tap import Sight, tapped
+from headwise.forward.tap import LayerAttention, tapped
 from headwise.models.patient import patient_texts
 from headwise.watch.head_watch import HeadWatch
 
@@ -51,9 +51,9 @@ class Collapsing(Trainer):
             return super().compute_loss(model, inputs, return_outputs, **rest)
         masses: list[torch.Tensor] = []
 
-        def read(sight: Sight) -> None:
-            if sight.layer:
-                all_ = sight.scores
+        def read(attention: LayerAttention) -> None:
+            if attention.layer:
+                all_ = attention.scores
                 part = Scores(all_.q[:, SICK], all_.k[:, SICK], all_.scale, all_.bias[:, SICK])
                 tile = tile_scores(part, 0, part.length)
                 masses.append((tile.logits[..., 0] - tile.lse).mean())

@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from headwise import complete, evaluate, load_model, repair
-from headwise.alarms import Alarm, cure_alarms, joined, loss_alarms
+from headwise.alarms import Alarm, cure_alarms, loss_alarms, merge_alarms
 from headwise.cli import app
 from headwise.errors import ModelError
 from headwise.models.loaded_model import LoadedModel
@@ -153,4 +153,4 @@ def test_loss_alarms_have_an_order_and_are_told_once():
     assert loss_alarms("t", 3.0, 400, 4.0) == ()
     assert [a.kind for a in loss_alarms("t", 5.0, 400, 4.0)] == ["loss-above-unigram"]
     assert [a.kind for a in loss_alarms("t", 7.0, 400, 4.0)] == ["loss-above-uniform"]
-    assert len(joined(cure_alarms(9.0, 2.0), cure_alarms(9.0, 2.0))) == 1
+    assert len(merge_alarms(cure_alarms(9.0, 2.0), cure_alarms(9.0, 2.0))) == 1

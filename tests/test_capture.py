@@ -28,8 +28,8 @@ def scores_of(model, layer):
     """Scale, soft cap and key bias of a layer, as the tap sees them."""
     seen = {}
 
-    def read(sight):
-        seen[sight.layer] = sight.scores
+    def read(attention):
+        seen[attention.layer] = attention.scores
 
     with torch.inference_mode(), tapped(model, read):
         model.base_model(input_ids=IDS, use_cache=False)

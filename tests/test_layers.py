@@ -17,9 +17,8 @@ ORDER = """
     errors ranks alarms bundled integrity artefacts values provenance settings
     heads intervals frames sheets progress workers drawing
     models
-    forward
-    passes
     texts
+    forward
     diagnosis
     watch
     surgery

@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from conftest import tiny_language_model, tiny_tokenizer
 from headwise.diagnosis.diagnose import diagnose
 from headwise.errors import ModelError, UnknownArchitectureError
+from headwise.forward import layer_by_layer
+from headwise.forward.replacements import Variant, variant_losses
 from headwise.heads import Head
 from headwise.models import loading
 from headwise.models.architectures import geometry_of
@@ -25,8 +27,6 @@ from headwise.models.slices import spans_of
 from headwise.models.stored_weights import stored_weights
 from headwise.models.tensor_files import StoredTensor
 from headwise.models.values import PatchInfo
-from headwise.passes import streamed as passes
-from headwise.passes.replacements import Variant, variant_losses
 from headwise.plasticity.capture import capture
 from headwise.plasticity.capture_info import CaptureSettings
 from headwise.proof.evaluate import evaluate
@@ -209,7 +209,7 @@ def test_variants_that_do_not_fit_together_go_up_one_after_the_other(tmp_path, r
 
     def run(room):
         reads.clear()
-        give = lambda sight, call: {"zero": torch.zeros_like(sight.out)}  # noqa: E731
+        give = lambda attention, call: {"zero": torch.zeros_like(attention.out)}  # noqa: E731
         return variant_losses(streamed.model, [ids], variants, give, room=room)
 
     at_once, two_by_two = run(10**9), run(2 * 20 * 32 * 4)
@@ -296,7 +296,7 @@ def test_a_nan_in_a_streamed_layer_is_named(tmp_path):
 
 
 def test_a_streamed_layer_that_is_not_what_its_row_says_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(passes, "_EXACT", -1.0)
+    monkeypatch.setattr(layer_by_layer, "_EXACT", -1.0)
     loaded = load_model(saved("llama", tmp_path), bos=False, stream=True)
     with pytest.raises(UnknownArchitectureError, match="output of layer 0 differs"):
         diagnose(loaded, TEXTS)

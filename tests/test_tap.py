@@ -97,17 +97,22 @@ def test_a_padded_batch_sees_what_eager_sees(model, side):
     real = mask.bool()
     with torch.inference_mode(), watched(model) as seen:
         plain = model(ids, attention_mask=mask, output_attentions=True, use_cache=False)
-    sights = {}
+    seen = {}
 
-    def read(sight):
-        offset = mass_at(sight.scores, sight.lse, 1)
-        first = mass_at(sight.scores, sight.lse, None)
-        sights[sight.layer] = (sight.out, moments(sight.scores, sight.lse), first, offset)
+    def read(attention):
+        offset = mass_at(attention.scores, attention.lse, 1)
+        first = mass_at(attention.scores, attention.lse, None)
+        seen[attention.layer] = (
+            attention.out,
+            moments(attention.scores, attention.lse),
+            first,
+            offset,
+        )
 
     with tapped(model, read):
         after = logits(model, ids, attention_mask=mask)
     assert relative(after[real], plain.logits[real]) < 1e-5
-    for layer, (out, moment, first, previous) in sights.items():
+    for layer, (out, moment, first, previous) in seen.items():
         p = plain.attentions[layer].double()
         at = real[:, None].expand(p.shape[:3])
         out_error = (out - split_heads(model, seen["out"][layer]))[at].abs().max()
@@ -125,7 +130,7 @@ def test_falcon_is_followed_in_sdpa_as_in_eager(name):
     with torch.inference_mode(), watched(model) as seen:
         plain = model(ids, attention_mask=mask, use_cache=False).logits
     outs = {}
-    with tapped(model, lambda sight: outs.update({sight.layer: sight.out})):
+    with tapped(model, lambda attention: outs.update({attention.layer: attention.out})):
         after = logits(model, ids, attention_mask=mask)
     real = mask.bool()
     assert relative(after[real], plain[real]) < 1e-5
@@ -146,8 +151,8 @@ def test_a_reader_can_replace_a_heads_output(name):
     model = tiny_model(name)
     ids = torch.tensor([TEXTS[2]])
 
-    def silence(sight):
-        return torch.zeros_like(sight.out) if sight.layer == 1 else None
+    def silence(attention):
+        return torch.zeros_like(attention.out) if attention.layer == 1 else None
 
     with tapped(model, silence), watched(model) as seen:
         changed = logits(model, ids)
@@ -162,8 +167,8 @@ def test_a_tap_inside_a_tap_leaves_the_outer_one_open(name):
     ids = torch.tensor([TEXTS[2]])
     plain = logits(model, ids)
     outer, inner = [], []
-    with tapped(model, lambda sight: outer.append(sight.layer)):
-        with tapped(model, lambda sight: inner.append(sight.layer)):
+    with tapped(model, lambda attention: outer.append(attention.layer)):
+        with tapped(model, lambda attention: inner.append(attention.layer)):
             assert relative(logits(model, ids), plain) < 1e-5
         assert relative(logits(model, ids), plain) < 1e-5
     assert inner == [0, 1]
@@ -189,7 +194,7 @@ def test_an_exception_in_a_reader_leaves_the_model_as_it_was(name):
     plain = logits(model, ids)
     modules = [module for module in model.modules() if "forward" in vars(module)]
 
-    def fail(sight):
+    def fail(attention):
         raise ZeroDivisionError("reader")
 
     with pytest.raises(ZeroDivisionError, match="reader"), tapped(model, fail):
@@ -245,7 +250,7 @@ def test_a_packed_batch_keeps_its_dense_mask():
     positions = torch.cat([torch.arange(len(text)) for text in (TEXTS[2], TEXTS[1])])[None]
     plain = logits(model, ids, position_ids=positions)
     masks = []
-    with tapped(model, lambda sight: masks.append(sight.scores.mask)):
+    with tapped(model, lambda attention: masks.append(attention.scores.mask)):
         seen = logits(model, ids, position_ids=positions)
     assert relative(seen, plain) < 1e-5
     assert masks[0] is not None
@@ -278,9 +283,9 @@ def test_learned_sinks_of_a_future_row_are_followed(monkeypatch):
         plain = model(ids, output_attentions=True, use_cache=False)
     masses = {}
 
-    def read(sight):
-        assert sight.scores.sinks is not None
-        masses[sight.layer] = mass_at(sight.scores, sight.lse, None)
+    def read(attention):
+        assert attention.scores.sinks is not None
+        masses[attention.layer] = mass_at(attention.scores, attention.lse, None)
 
     with tapped(model, read):
         assert relative(logits(model, ids), plain.logits) < 1e-5

@@ -40,12 +40,12 @@ def test_with_alibi_and_one_token_repeated_attention_is_the_positional_baseline(
 def test_with_rope_and_one_token_repeated_logits_follow_distance_alone(name):
     model = tiny_model(name)
 
-    def read(sight):
-        q, k = sight.scores.q.double(), sight.scores.k.double()
+    def read(attention):
+        q, k = attention.scores.q.double(), attention.scores.k.double()
         k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-        s = q @ k.transpose(-1, -2) * sight.scores.scale
+        s = q @ k.transpose(-1, -2) * attention.scores.scale
         shifted = (s[..., 1:, 1:] - s[..., :-1, :-1]).tril().abs().max()
-        assert shifted < 1e-3 * s.abs().max(), f"layer {sight.layer}"
+        assert shifted < 1e-3 * s.abs().max(), f"layer {attention.layer}"
 
     with tapped(model, read):
         logits(model, torch.tensor([REPEATED]))

@@ -173,7 +173,10 @@ def test_without_rotation_the_pull_is_the_first_key_minus_the_others(family):
     model = tiny_model(family)
     seen = {}
     block = random_batch(lengths=(24,))
-    with torch.no_grad(), tapped(model, lambda sight: seen.update({sight.layer: sight.scores.k})):
+    with (
+        torch.no_grad(),
+        tapped(model, lambda attention: seen.update({attention.layer: attention.scores.k})),
+    ):
         model.base_model(input_ids=block.ids, use_cache=False)
     k = seen[0][0].double()
     means = k.cumsum(1)[:, 1:] - k[:, :1]

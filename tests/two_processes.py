@@ -13,7 +13,7 @@ from headwise.heads import Head
 from headwise.models.loading import load_model
 from headwise.plasticity.capture import capture
 from headwise.proof.evaluate import evaluate
-from headwise.ranks import joined
+from headwise.ranks import process_group
 from headwise.surgery.plan import make_plan
 from headwise.surgery.repair import repair
 from headwise.texts.text_sets import TextSet
@@ -42,5 +42,5 @@ def work(model: str, out: Path, mode: str = "surgery") -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with joined():
+    with process_group():
         work(sys.argv[1], Path(sys.argv[2]))

@@ -43,6 +43,6 @@ def cure_alarms(before: float, after: float) -> tuple[Alarm, ...]:
     return (Alarm("cured-an-unusable-model", told),)
 
 
-def joined(*groups: Iterable[Alarm]) -> tuple[Alarm, ...]:
+def merge_alarms(*groups: Iterable[Alarm]) -> tuple[Alarm, ...]:
     """All alarms in order, each once."""
     return tuple(dict.fromkeys(alarm for group in groups for alarm in group))

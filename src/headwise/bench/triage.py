@@ -13,7 +13,7 @@ import torch
 
 from headwise.diagnosis.diagnose import diagnose
 from headwise.diagnosis.mean_outputs import measure_means
-from headwise.forward.tap import Sight, tapped
+from headwise.forward.tap import LayerAttention, tapped
 from headwise.heads import Head, all_heads
 from headwise.models.architectures import geometry_of, projection_of
 from headwise.models.loaded_model import LoadedModel
@@ -144,11 +144,11 @@ def _output(model: PreTrainedModel, head: Head, value: Tensor) -> Iterator[None]
 
 
 def _unsinking(head: Head) -> Any:
-    def read(sight: Sight) -> Tensor | None:
-        if sight.layer != head.layer:
+    def read(attention: LayerAttention) -> Tensor | None:
+        if attention.layer != head.layer:
             return None
-        out = sight.out.clone()
-        out[:, head.index] = unsunk(sight)[:, head.index]
+        out = attention.out.clone()
+        out[:, head.index] = unsunk(attention)[:, head.index]
         return out
 
     return read

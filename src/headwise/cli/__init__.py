@@ -12,7 +12,7 @@ import sys
 from headwise.cli import handover, heads, proof, repair, study, triage, watch  # noqa: F401 - they register verbs
 from headwise.cli.app import app
 from headwise.errors import HeadwiseError
-from headwise.ranks import Place, joined, silent_unless_first
+from headwise.ranks import Place, process_group, silent_unless_first
 
 __all__ = ["app", "main"]
 
@@ -21,7 +21,7 @@ def main() -> None:
     """Run the command line; known failures become one message and exit code 1."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends a run as Ctrl-C does
     try:
-        with joined() as place:
+        with process_group() as place:
             _run(place)
     except BrokenPipeError:
         sys.exit(1)

@@ -16,9 +16,9 @@ import torch
 from transformers import PreTrainedModel
 
 from headwise.errors import SettingsError
+from headwise.forward.layer_by_layer import embedding_by_rows, first_state, layer_at_hand, through
 from headwise.models.architectures import architecture_of, device_of, layers_of, max_positions
 from headwise.models.stored_weights import StoredWeights, stored_weights
-from headwise.passes.streamed import embedding_by_rows, first_state, layer_at_hand, through
 from headwise.progress import Work
 
 MOST_HOURS = 24.0

@@ -14,10 +14,10 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headwise.alarms import Alarm, joined, loss_alarms
+from headwise.alarms import Alarm, loss_alarms, merge_alarms
 from headwise.artefacts import versions
 from headwise.diagnosis.dormancy import dormancy_of, dormant_weights
-from headwise.diagnosis.measures import Measured, measuring_heads, positional_baseline
+from headwise.diagnosis.measures import Measured, heads_measurement, positional_baseline
 from headwise.diagnosis.values import (
     Diagnosis,
     Pooled,
@@ -27,9 +27,9 @@ from headwise.diagnosis.values import (
     diagnosis_from,
 )
 from headwise.forward.guard import guard
+from headwise.forward.measurements import Measurement, run_measurement
 from headwise.models.architectures import alibi_slopes, geometry_of
 from headwise.models.loaded_model import LoadedModel, takes_model
-from headwise.passes.readings import Measuring, alone
 from headwise.progress import Progress, silent
 from headwise.provenance import MeasureSettings, Provenance
 from headwise.texts.batches import DEFAULT_MAX_LENGTH, Batch, batches, encode_for
@@ -53,7 +53,7 @@ def diagnose(
     progress: Progress = silent,
 ) -> Diagnosis:
     """Measure and classify every head of a loaded model; `bos` overrules its first token."""
-    work = diagnosing(
+    work = diagnosis_measurement(
         loaded,
         texts,
         max_length=max_length,
@@ -62,10 +62,10 @@ def diagnose(
         bos=bos,
         thresholds=thresholds,
     )
-    return alone(loaded.model, work, progress=progress)
+    return run_measurement(loaded.model, work, progress=progress)
 
 
-def diagnosing(
+def diagnosis_measurement(
     loaded: LoadedModel,
     texts: TextSet | Sequence[str] | None = None,
     *,
@@ -74,8 +74,8 @@ def diagnosing(
     skip_queries: int = 0,
     bos: bool | None = None,
     thresholds: Thresholds | None = None,
-) -> Measuring[Diagnosis]:
-    """The same as a part of a reading that others may share."""
+) -> Measurement[Diagnosis]:
+    """The same as a measurement that may share its passes with others."""
     loaded, max_length = loaded.starting_with(bos), loaded.length(max_length)
     model, chosen = loaded.model, as_text_set(texts, loaded.id)
     encoded = encode_for(
@@ -84,7 +84,7 @@ def diagnosing(
     lengths = [len(ids) for ids in encoded]
     guard(model, max(lengths))
     sample, dormant = _sample(encoded), list[Tensor | None]()
-    measured = yield from measuring_heads(
+    measured = yield from heads_measurement(
         model,
         batches(encoded, batch_size),
         num_texts=len(encoded),
@@ -109,7 +109,9 @@ def diagnosing(
             settings=MeasureSettings(max_length, skip_queries, loaded.bos),
             versions=versions(),
         ),
-        alarms=joined(loaded.alarms, _unusable(loaded, encoded, sample, measured.sample_loss)),
+        alarms=merge_alarms(
+            loaded.alarms, _unusable(loaded, encoded, sample, measured.sample_loss)
+        ),
     )
 
 

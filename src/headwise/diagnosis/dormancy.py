@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headwise.diagnosis.values import Dormancy
+from headwise.forward.layer_by_layer import Emit, HookedPass
+from headwise.forward.measurements import Measurement, run_measurement
 from headwise.models.architectures import (
     architecture_of,
     dense_weight,
     layers_of,
 )
-from headwise.passes.readings import Measuring, alone
-from headwise.passes.streamed import Emit, Reading
 from headwise.texts.batches import Batch
 
 WEIGHT_THRESHOLD = 0.01
@@ -79,13 +79,13 @@ def activation_dormancy(
     model: PreTrainedModel, batches: Iterable[Batch], tau: float = ACTIVATION_TAU
 ) -> Dormancy | None:
     """Share of neurons whose mean |activation| is at most `tau` of their layer's mean."""
-    return alone(model, measuring_dormancy(model, batches, tau))
+    return run_measurement(model, dormancy_measurement(model, batches, tau))
 
 
-def measuring_dormancy(
+def dormancy_measurement(
     model: PreTrainedModel, batches: Iterable[Batch], tau: float = ACTIVATION_TAU
-) -> Measuring[Dormancy | None]:
-    """The same as a part of a reading that others may share."""
+) -> Measurement[Dormancy | None]:
+    """The same as a measurement that may share its passes with others."""
     work = list(batches) if architecture_of(model).mlp_in else []
     totals: dict[int, Tensor] = {}
 
@@ -96,7 +96,7 @@ def measuring_dormancy(
     def listen(number: int, emit: Emit[Tensor]) -> AbstractContextManager[object]:
         return _hearing(model, work[number], emit)
 
-    yield Reading([batch.ids for batch in work], take, listen=listen)
+    yield HookedPass([batch.ids for batch in work], take, listen=listen)
     if not work:
         return None
     dormant = [totals[layer] <= tau * totals[layer].mean() for layer in sorted(totals)]

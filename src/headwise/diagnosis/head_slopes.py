@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from headwise.forward.checkpointing import checkpointed
 from headwise.forward.frozen import frozen
 from headwise.forward.losses import shifted_targets, summed_loss
-from headwise.forward.tap import Sight, tapped
+from headwise.forward.tap import LayerAttention, tapped
 from headwise.models.architectures import attention_layers, backbone_of, device_of, geometry_of
 from headwise.ranks import shared_out
 from headwise.texts.batches import Batch, batches
@@ -51,11 +51,11 @@ def head_slopes(model: PreTrainedModel, batch: Batch) -> dict[int, tuple[Outs, O
     """
     seen: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def lean(sight: Sight) -> Tensor:
-        if sight.layer not in seen:  # a recomputed layer must meet its first leaf again
-            leaf = torch.zeros_like(sight.out, requires_grad=True)
-            seen[sight.layer] = (sight.out.detach(), leaf)
-        return sight.out + seen[sight.layer][1]
+    def lean(attention: LayerAttention) -> Tensor:
+        if attention.layer not in seen:  # a recomputed layer must meet its first leaf again
+            leaf = torch.zeros_like(attention.out, requires_grad=True)
+            seen[attention.layer] = (attention.out.detach(), leaf)
+        return attention.out + seen[attention.layer][1]
 
     ids = batch.ids.to(device_of(model))
     with tapped(model, lean), checkpointed(model, 0):

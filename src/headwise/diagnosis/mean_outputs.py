@@ -9,11 +9,11 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headwise.forward.tap import Sight
+from headwise.forward.layer_by_layer import HookedPass
+from headwise.forward.measurements import Measurement, run_measurement
+from headwise.forward.tap import LayerAttention
 from headwise.heads import Head
 from headwise.models.architectures import geometry_of
-from headwise.passes.readings import Measuring, alone
-from headwise.passes.streamed import Reading
 from headwise.texts.batches import Batch
 
 
@@ -24,29 +24,29 @@ def measure_means(
 
     Rows are the layers with attention; where layers differ in width the rest is 0.
     """
-    return alone(model, measuring_means(model, batches))
+    return run_measurement(model, means_measurement(model, batches))
 
 
-def measuring_means(
+def means_measurement(
     model: PreTrainedModel, batches: Iterable[Batch]
-) -> Measuring[Float[Tensor, "layer head value"]]:
-    """The same as a part of a reading that others may share."""
+) -> Measurement[Float[Tensor, "layer head value"]]:
+    """The same as a measurement that may share its passes with others."""
     geometry = geometry_of(model)
     widest = max(geometry_of(model, layer).head_dim for layer in geometry.layers)
     sums = torch.zeros(geometry.num_layers, geometry.num_heads, widest, dtype=torch.float64)
     work = list(batches)
 
-    def add_up(number: int, sight: Sight) -> Float[Tensor, "head value"]:
+    def add_up(number: int, attention: LayerAttention) -> Float[Tensor, "head value"]:
         ids, lengths = work[number].ids, work[number].lengths
-        real = (torch.arange(ids.shape[1])[None] < lengths[:, None]).to(sight.out.device)
-        out = torch.where(real[:, None, :, None], sight.out.float(), 0.0)
+        real = (torch.arange(ids.shape[1])[None] < lengths[:, None]).to(attention.out.device)
+        out = torch.where(real[:, None, :, None], attention.out.float(), 0.0)
         return out.sum((0, 2)).double().cpu()
 
     def take(_: int, layer: int | None, found: Tensor) -> None:
         assert layer is not None
         sums[geometry.layers.index(layer), :, : found.shape[-1]] += found
 
-    yield Reading([batch.ids for batch in work], take, observe=add_up)
+    yield HookedPass([batch.ids for batch in work], take, observe=add_up)
     count = sum(int(batch.lengths.sum()) for batch in work)
     return (sums / max(count, 1)).float()
 

@@ -25,17 +25,17 @@ from headwise.forward.attention import (
     moments,
     sink_share,
 )
+from headwise.forward.layer_by_layer import HookedPass, Visit
 from headwise.forward.losses import shifted_targets
 from headwise.forward.max_logit import max_logits
-from headwise.forward.tap import Sight
+from headwise.forward.measurements import Measurement, run_measurement
+from headwise.forward.tap import LayerAttention
 from headwise.heads import Head
 from headwise.models.architectures import (
     dense_weight,
     geometry_of,
     projection_of,
 )
-from headwise.passes.readings import Measuring, alone
-from headwise.passes.streamed import Reading, Visit
 from headwise.progress import Progress, silent
 from headwise.texts.batches import Batch
 
@@ -111,7 +111,7 @@ def measure_heads(
 
     The loss of a `sample` is taken in the same passes, and `visit` sees each layer once.
     """
-    work = measuring_heads(
+    work = heads_measurement(
         model,
         batches,
         num_texts=num_texts,
@@ -121,10 +121,10 @@ def measure_heads(
         visit=visit,
         sample=sample,
     )
-    return alone(model, work, progress=progress)
+    return run_measurement(model, work, progress=progress)
 
 
-def measuring_heads(
+def heads_measurement(
     model: PreTrainedModel,
     batches: Iterable[Batch],
     *,
@@ -134,8 +134,8 @@ def measuring_heads(
     pooled: bool = False,
     visit: Visit | None = None,
     sample: Batch | None = None,
-) -> Measuring[Measured]:
-    """The same as a part of a reading that others may share."""
+) -> Measurement[Measured]:
+    """The same as a measurement that may share its passes with others."""
     geometry, work = geometry_of(model), list(batches)
     shape = (num_texts, geometry.num_layers, geometry.num_heads)
     observer = _Observer(model, work, skip_queries, position_bucket(max_length - 1) + 1, pooled)
@@ -150,10 +150,12 @@ def measuring_heads(
         elif layer is not None and one is not None:
             measured.add(list(work[number].index), geometry.layers.index(layer), one)
 
-    yield Reading(
+    yield HookedPass(
         [batch.ids for batch in every],
         take,
-        observe=lambda number, sight: observer(number, sight) if number < len(work) else None,
+        observe=lambda number, attention: (
+            observer(number, attention) if number < len(work) else None
+        ),
         targets=[None] * len(work) + ([] if sample is None else [_targets(sample)]),
         visit=visit,
         title="measuring heads",
@@ -188,14 +190,14 @@ class _Observer:
     pooled: bool
     grams: dict[int, Tensor] = field(default_factory=dict)
 
-    def __call__(self, number: int, sight: Sight) -> _LayerMeasures:
-        weights = self.weights(self.batches[number]).to(sight.lse.device)
+    def __call__(self, number: int, attention: LayerAttention) -> _LayerMeasures:
+        weights = self.weights(self.batches[number]).to(attention.lse.device)
         buckets = _buckets(self.batches[number])
-        mass = mass_at(sight.scores, sight.lse, None)
-        found = _layer_measures(sight, mass, weights, self.gram(sight.layer))
+        mass = mass_at(attention.scores, attention.lse, None)
+        found = _layer_measures(attention, mass, weights, self.gram(attention.layer))
         pools = None
         if self.pooled:
-            shares = bucket_mass(sight.scores, buckets, self.num_buckets)
+            shares = bucket_mass(attention.scores, buckets, self.num_buckets)
             pools = _pooled(shares, weights, buckets, self.num_buckets)
         return _LayerMeasures(
             {name: value.cpu().numpy() for name, value in found.items()},
@@ -251,41 +253,43 @@ def _later(weights: Tensor) -> Tensor:
 
 
 def _layer_measures(
-    sight: Sight, mass: Tensor, weights: Tensor, gram: Tensor
+    attention: LayerAttention, mass: Tensor, weights: Tensor, gram: Tensor
 ) -> dict[str, Float[Tensor, "text head"]]:
-    moment = moments(sight.scores, sight.lse)
-    core = _core_measures(sight, mass, moment, weights)
+    moment = moments(attention.scores, attention.lse)
+    core = _core_measures(attention, mass, moment, weights)
     return {
         **core,
-        **_attention_measures(sight, moment, weights),
-        **_output_measures(sight, mass, weights, gram, core["output_norm"]),
+        **_attention_measures(attention, moment, weights),
+        **_output_measures(attention, mass, weights, gram, core["output_norm"]),
     }
 
 
 def watched_measures(
-    sight: Sight, weights: Float[Tensor, "text query"]
+    attention: LayerAttention, weights: Float[Tensor, "text query"]
 ) -> dict[str, Float[Tensor, "text head"]]:
     """The few measures that a model is watched by while it trains."""
-    mass = mass_at(sight.scores, sight.lse, None)
-    return _core_measures(sight, mass, moments(sight.scores, sight.lse), weights)
+    mass = mass_at(attention.scores, attention.lse, None)
+    return _core_measures(attention, mass, moments(attention.scores, attention.lse), weights)
 
 
 def _core_measures(
-    sight: Sight, mass: Tensor, moment: Moments, weights: Tensor
+    attention: LayerAttention, mass: Tensor, moment: Moments, weights: Tensor
 ) -> dict[str, Tensor]:
-    largest = max_logits(sight.scores, sight.lse, weights > 0, moment.largest)
+    largest = max_logits(attention.scores, attention.lse, weights > 0, moment.largest)
     return {
         "first_token_mass": _mean(mass, weights),
         "entropy": _mean(moment.entropy, weights),
-        "learned_sink_share": _mean(sink_share(sight.scores, sight.lse), weights),
+        "learned_sink_share": _mean(sink_share(attention.scores, attention.lse), weights),
         "max_logit": largest.value,
         "max_logit_upper": largest.upper,
-        "output_norm": _mean(sight.out.float().square().sum(-1).sqrt(), weights),
+        "output_norm": _mean(attention.out.float().square().sum(-1).sqrt(), weights),
     }
 
 
-def _attention_measures(sight: Sight, moment: Moments, weights: Tensor) -> dict[str, Tensor]:
-    scores, lse = sight.scores, sight.lse
+def _attention_measures(
+    attention: LayerAttention, moment: Moments, weights: Tensor
+) -> dict[str, Tensor]:
+    scores, lse = attention.scores, attention.lse
     position = torch.arange(scores.length, device=lse.device, dtype=torch.float32)
     uniform = scores.num_visible.log()  # 0 where a query sees one key: its entropy is 0 too
     back = [mass_at(scores, lse, offset) for offset in range(LOCAL_WINDOW)]
@@ -300,17 +304,17 @@ def _attention_measures(sight: Sight, moment: Moments, weights: Tensor) -> dict[
 
 
 def _output_measures(
-    sight: Sight, mass: Tensor, weights: Tensor, gram: Tensor, norm: Tensor
+    attention: LayerAttention, mass: Tensor, weights: Tensor, gram: Tensor, norm: Tensor
 ) -> dict[str, Tensor]:
-    out = sight.out.float()
+    out = attention.out.float()
     if bool((weights == 0).any()):  # padding may hold anything
         out = torch.where(weights[:, None, :, None] > 0, out, 0.0)
-    group = out.shape[1] // sight.v.shape[1]
-    norms = sight.v.float().norm(dim=-1).repeat_interleave(group, 1)  # (text, head, key)
+    group = out.shape[1] // attention.v.shape[1]
+    norms = attention.v.float().norm(dim=-1).repeat_interleave(group, 1)  # (text, head, key)
     power = out.square().sum(-1)
     center = (weights[:, None, None].to(out) @ out)[:, :, 0]  # (text, head, value)
     first, others = norms[:, :, 0].double(), _mean(norms, _later((weights > 0).float()))
-    along = _along_first_value(sight, out)
+    along = _along_first_value(attention, out)
     projected = ((out @ gram) * out).sum(-1).clamp_min(0).sqrt()
     return {
         "output_norm_ratio": norm / norm.mean(1, keepdim=True).clamp_min(1e-30),
@@ -322,13 +326,13 @@ def _output_measures(
 
 
 def _along_first_value(
-    sight: Sight, out: Float[Tensor, "text head query value"]
+    attention: LayerAttention, out: Float[Tensor, "text head query value"]
 ) -> Float[Tensor, "text head query"]:
     """The head's output times the first value, as a gate would let that through."""
-    first = sight.v[:, :, 0].float().repeat_interleave(out.shape[1] // sight.v.shape[1], 1)
-    if sight.before_gate is None:
+    first = attention.v[:, :, 0].float().repeat_interleave(out.shape[1] // attention.v.shape[1], 1)
+    if attention.before_gate is None:
         return (out @ first[..., None])[..., 0]
-    gate = out / sight.before_gate.float()
+    gate = out / attention.before_gate.float()
     return (out * gate.nan_to_num(0.0, 0.0, 0.0) * first[:, :, None]).sum(-1)
 
 

@@ -1,1 +1,1 @@
-"""Running a model: exact attention, the tap, partial runs, losses."""
+"""Running a model: the tap, partial runs, losses, measurements that share passes, interventions."""

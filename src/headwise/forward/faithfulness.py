@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from headwise.errors import ModelError, UnknownArchitectureError
 from headwise.forward.attention import mass_at, moments
 from headwise.forward.losses import logits_of
-from headwise.forward.tap import Sight, own_implementation, tapped, using_implementation
+from headwise.forward.tap import LayerAttention, own_implementation, tapped, using_implementation
 from headwise.models.architectures import (
     architecture_of,
     attention_layers,
@@ -183,8 +183,8 @@ def _contribution_error(model: PreTrainedModel, ids: Tensor) -> float:
 
         return keep
 
-    def show(sight: Sight) -> None:
-        shown[sight.layer] = sight.out.transpose(1, 2).flatten(2)
+    def show(attention: LayerAttention) -> None:
+        shown[attention.layer] = attention.out.transpose(1, 2).flatten(2)
 
     layers = attention_layers(model)
     handles = [projection_of(model, n, "o").register_forward_pre_hook(enter(n)) for n in layers]
@@ -213,13 +213,16 @@ def _attention_error(model: PreTrainedModel, ids: Tensor) -> float | None:
             return None
         errors: list[float] = []
 
-        def read(sight: Sight) -> None:
-            p = _with_sinks(dense[layers.index(sight.layer)].float(), sight)
+        def read(attention: LayerAttention) -> None:
+            p = _with_sinks(dense[layers.index(attention.layer)].float(), attention)
             entropy = torch.special.entr(p).sum(-1) + _learned(p)
-            found = mass_at(sight.scores, sight.lse, None), mass_at(sight.scores, sight.lse, 1)
+            found = (
+                mass_at(attention.scores, attention.lse, None),
+                mass_at(attention.scores, attention.lse, 1),
+            )
             errors.append(float((found[0] - p[..., 0]).abs().max()))
             errors.append(float((found[1][..., 1:] - p.diagonal(-1, 2, 3)).abs().max()))
-            moment = moments(sight.scores, sight.lse)
+            moment = moments(attention.scores, attention.lse)
             errors.append(float((moment.entropy - entropy).mean(-1).abs().max()))
 
         layers = attention_layers(model)
@@ -229,13 +232,13 @@ def _attention_error(model: PreTrainedModel, ids: Tensor) -> float | None:
 
 
 def _with_sinks(
-    p: Float[Tensor, "batch head query key"], sight: Sight
+    p: Float[Tensor, "batch head query key"], attention: LayerAttention
 ) -> Float[Tensor, "batch head query key"]:
     """Some families show their attention before the learned sink takes its share."""
-    sinks = sight.scores.sinks
+    sinks = attention.scores.sinks
     if sinks is None or bool((p.sum(-1) < 1 - 1e-4).any()):
         return p
-    return p * (1 - (sinks.float()[None, :, None] - sight.lse).exp())[..., None]
+    return p * (1 - (sinks.float()[None, :, None] - attention.lse).exp())[..., None]
 
 
 def _learned(p: Float[Tensor, "batch head query key"]) -> Float[Tensor, "batch head query"]:

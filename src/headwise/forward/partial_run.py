@@ -87,7 +87,7 @@ def layer_inputs(
 
 
 @dataclass(frozen=True)
-class AttentionCall:
+class RecordedCall:
     """What one layer's attention module was called with."""
 
     module: nn.Module = field(repr=False)
@@ -100,13 +100,13 @@ class AttentionCall:
 
 
 @contextmanager
-def attention_calls(model: PreTrainedModel) -> Iterator[dict[int, AttentionCall]]:
+def attention_calls(model: PreTrainedModel) -> Iterator[dict[int, RecordedCall]]:
     """The calls of all attention modules in the forward pass inside, by layer."""
-    calls: dict[int, AttentionCall] = {}
+    calls: dict[int, RecordedCall] = {}
 
     def keep(layer: int) -> Callable[..., None]:
         def keep_call(module: nn.Module, args: tuple[Any, ...], kwargs: Keywords) -> None:
-            calls[layer] = AttentionCall(module, args, kwargs)
+            calls[layer] = RecordedCall(module, args, kwargs)
 
         return keep_call
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from headwise.forward.gelu import fused_gelu
 from headwise.forward.losses import shifted_targets, token_losses
 from headwise.forward.partial_run import layer_inputs, replaced_attention, run_from
-from headwise.forward.tap import Reader, Sight, tapped
+from headwise.forward.tap import LayerAttention, Reader, tapped
 from headwise.heads import Head
 from headwise.models.architectures import (
     attention_layers,
@@ -69,9 +69,9 @@ def base_pass(
     ids = ids.to(device_of(model))
     heads: dict[int, Tensor] = {}
 
-    def read(sight: Sight) -> Tensor | None:
-        heads[sight.layer] = sight.out
-        return None if reader is None else reader(sight)
+    def read(attention: LayerAttention) -> Tensor | None:
+        heads[attention.layer] = attention.out
+        return None if reader is None else reader(attention)
 
     with fused_gelu(model), tapped(model, read):
         inputs, attended, last = layer_inputs(model, ids)
@@ -163,10 +163,10 @@ def _output_weights(
 def _replacing(replaced: Sequence[Replaced]) -> Reader:
     """A reader that puts replacement i into the i-th copy of the texts."""
 
-    def read(sight: Sight) -> Tensor | None:
-        if sight.layer != replaced[0].head.layer:
+    def read(attention: LayerAttention) -> Tensor | None:
+        if attention.layer != replaced[0].head.layer:
             return None
-        out = sight.out.clone()
+        out = attention.out.clone()
         texts = len(out) // len(replaced)
         for copy, one in enumerate(replaced):
             out[copy * texts : (copy + 1) * texts, one.head.index] = one.out.to(out)

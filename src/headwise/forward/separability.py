@@ -27,7 +27,7 @@ from headwise.forward.faithfulness import (
     relative,
     tolerance_of,
 )
-from headwise.forward.tap import Sight, tapped
+from headwise.forward.tap import LayerAttention, tapped
 from headwise.heads import Head
 from headwise.models.architectures import backbone_of, geometry_of, require_groups, require_plain
 from headwise.models.families.architecture import Role
@@ -207,10 +207,10 @@ def _require_row_fits(model: PreTrainedModel) -> None:
 def _seen(model: PreTrainedModel, ids: Tensor, layer: int) -> dict[str, Tensor]:
     """Queries, keys, values and head outputs of one layer for one text."""
 
-    def read(sight: Sight) -> None:
-        if sight.layer == layer:
-            scores = sight.scores
-            parts = {"q": scores.q, "k": scores.k, "v": sight.v, "out": sight.out}
+    def read(attention: LayerAttention) -> None:
+        if attention.layer == layer:
+            scores = attention.scores
+            parts = {"q": scores.q, "k": scores.k, "v": attention.v, "out": attention.out}
             raise _SeenError({name: part[0] for name, part in parts.items()})
 
     try:
@@ -254,10 +254,10 @@ def _silencing_error(model: PreTrainedModel, ids: Tensor, head: Head) -> float:
     finally:
         write_slices(model, {span: before[n] for n, span in spans.items()})
 
-    def ablate(sight: Sight) -> Tensor | None:
-        if sight.layer != head.layer:
+    def ablate(attention: LayerAttention) -> Tensor | None:
+        if attention.layer != head.layer:
             return None
-        out = sight.out.clone()
+        out = attention.out.clone()
         out[:, head.index] = 0
         return out
 

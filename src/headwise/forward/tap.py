@@ -1,9 +1,9 @@
 """The tap: see every layer's queries, keys, values and head outputs while the model runs.
 
 `with tapped(model, reader): model(...)` computes attention with `attention.attend` instead of the
-model's own code and shows each layer to `reader` as a `Sight`. The logits do not change. A reader
-may return another head output, and the layer goes on with that: ablation is a reader. Statistics,
-Q/K capture, ablation and the fast training attention all read from here.
+model's own code and shows each layer to `reader` as a `LayerAttention`. The logits do not change.
+A reader may return another head output, and the layer goes on with that: ablation is a reader.
+Statistics, Q/K capture, ablation and the fast training attention all read from here.
 
 Two ways in. Families with transformers' AttentionInterface get a registered function, and a
 registered mask function with it: without one, transformers silently drops the causal mask. The
@@ -45,8 +45,8 @@ NAME = "headwise"
 
 
 @dataclass(frozen=True)
-class Sight:
-    """One layer during one forward pass. Tensors are live: readers must not change them."""
+class LayerAttention:
+    """One layer's attention in a forward pass. Tensors are live: readers must not change them."""
 
     layer: int
     scores: Scores
@@ -58,7 +58,7 @@ class Sight:
     before_gate: Float[Tensor, "batch head query value"] | None = None
 
 
-Reader = Callable[[Sight], Tensor | None]
+Reader = Callable[[LayerAttention], Tensor | None]
 
 
 @dataclass(eq=False)  # two open taps of one model are two
@@ -71,7 +71,7 @@ class _Tap:
     slopes: Tensor | None
     own_implementation: str  # of the model when it is not tapped
     seen: set[int] = field(default_factory=set)
-    waiting: dict[int, Sight] = field(default_factory=dict)  # to be read behind the gate
+    waiting: dict[int, LayerAttention] = field(default_factory=dict)  # to be read behind the gate
 
     def show(self, module: nn.Module, scores: Scores, v: Tensor) -> Tensor:
         out, lse = attend(scores, v)
@@ -81,20 +81,20 @@ class _Tap:
         self.seen.add(layer)
         if self.reader is None:
             return out
-        sight = Sight(layer, scores, v, out, lse, module)
+        attention = LayerAttention(layer, scores, v, out, lse, module)
         if self.row.gated:
-            self.waiting[layer] = sight
+            self.waiting[layer] = attention
             return out
-        replaced = self.reader(sight)
+        replaced = self.reader(attention)
         return out if replaced is None else replaced
 
     def show_gated(self, layer: int, gated: Float[Tensor, "batch query heads"]) -> Tensor | None:
         """Read a layer when its gate has been applied; the reader's answer goes on from there."""
-        sight = self.waiting.pop(layer, None)
-        if sight is None or self.reader is None:
+        attention = self.waiting.pop(layer, None)
+        if attention is None or self.reader is None:
             return None
-        heads = gated.unflatten(-1, (sight.out.shape[1], -1)).transpose(1, 2)
-        replaced = self.reader(replace(sight, out=heads, before_gate=sight.out))
+        heads = gated.unflatten(-1, (attention.out.shape[1], -1)).transpose(1, 2)
+        replaced = self.reader(replace(attention, out=heads, before_gate=attention.out))
         return None if replaced is None else replaced.transpose(1, 2).flatten(2)
 
 

@@ -26,7 +26,9 @@ from transformers import PreTrainedModel
 from headwise.artefacts import sweep, versions, write_text
 from headwise.errors import ArtefactError, SelectionError
 from headwise.forward.guard import guard
-from headwise.forward.tap import Sight, tapped
+from headwise.forward.layer_by_layer import Emit, HookedPass
+from headwise.forward.measurements import Measurement, run_measurement
+from headwise.forward.tap import LayerAttention, tapped
 from headwise.forward.unrotated import before_rotation, require_unrotated
 from headwise.heads import Head, all_heads
 from headwise.integrity.checksums import file_checksum
@@ -40,8 +42,6 @@ from headwise.models.architectures import (
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.patch import Patch, applied
 from headwise.models.stored_weights import stored_weights
-from headwise.passes.readings import Measuring, alone
-from headwise.passes.streamed import Emit, Reading
 from headwise.plasticity.buckets import Buckets
 from headwise.plasticity.capture_info import FILE, CaptureInfo, CaptureSettings
 from headwise.plasticity.writer import (
@@ -152,7 +152,7 @@ def _capture_as_it_is(
             if not is_whole(staging / f"portion-{start:06d}")
         }
         work = _capturing_all(model, missing, chosen, settings, batch_size)
-        alone(model, work, progress=progress)
+        run_measurement(model, work, progress=progress)
         portions = []
     for _ in told(shared_out(portion, portions), len(portions), "capturing", progress):
         pass
@@ -277,7 +277,7 @@ def _capturing_all(
     heads: list[Head],
     settings: CaptureSettings,
     batch_size: int,
-) -> Measuring[None]:
+) -> Measurement[None]:
     """The same for all portions of a streamed model, one layer after the other.
 
     A portion's vectors of a layer are written as soon as its last batch has gone through.
@@ -302,14 +302,14 @@ def _capturing_all(
                 stage_rows(path, layer, kind, waiting[kind])
                 waiting[kind] = []
 
-    def observe(_: int, sight: Sight) -> tuple[Tensor, Tensor] | None:
-        return (sight.scores.q, sight.scores.k) if sight.layer in layers else None
+    def observe(_: int, attention: LayerAttention) -> tuple[Tensor, Tensor] | None:
+        return (attention.scores.q, attention.scores.k) if attention.layer in layers else None
 
     def listen(_: int, emit: Emit[tuple[Tensor, Tensor]]) -> AbstractContextManager[None]:
         return before_rotation(model, layers, lambda layer, q, k: emit(layer, (q, k)))
 
     ids = [batch.ids for _, _, batch in work]
-    yield Reading(
+    yield HookedPass(
         [_padded(model, one) for one in ids] if hidden else ids,
         take,
         observe=None if hidden else observe,
@@ -337,9 +337,9 @@ def _vectors(
     """(layer, q, k) of one batch, (text, head, position, dim), post- or pre-position."""
     seen: list[tuple[int, Tensor, Tensor]] = []
 
-    def read(sight: Sight) -> None:
-        if sight.layer in layers:
-            seen.append((sight.layer, sight.scores.q, sight.scores.k))
+    def read(attention: LayerAttention) -> None:
+        if attention.layer in layers:
+            seen.append((attention.layer, attention.scores.q, attention.scores.k))
 
     device, length = device_of(model), ids.shape[1]
     with torch.inference_mode(), tapped(model, read):

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headwise.diagnosis.mean_outputs import head_mean
-from headwise.forward.partial_run import AttentionCall
+from headwise.forward.partial_run import RecordedCall
 from headwise.forward.replaced_outputs import (
     BasePass,
     Losses,
@@ -30,12 +30,12 @@ from headwise.forward.replaced_outputs import (
     losses_from,
     stack_size,
 )
-from headwise.forward.tap import Reader, Sight, tapped
+from headwise.forward.replacements import Variant, variant_losses
+from headwise.forward.tap import LayerAttention, Reader, tapped
 from headwise.heads import Head
 from headwise.intervals import Interval, mean_intervals
 from headwise.models.architectures import attention_layers
 from headwise.models.stored_weights import stored_weights
-from headwise.passes.replacements import Variant, variant_losses
 from headwise.progress import Progress, silent, told
 from headwise.proof.evaluation import HeadCost
 from headwise.ranks import shared_out
@@ -121,10 +121,10 @@ def _streamed_ablation(
     """The same of a model on disk: all sets and texts go through one layer before the next."""
     work = list(batches(encoded, batch_size))
 
-    def give(sight: Sight, _: AttentionCall) -> dict[str, Tensor]:
-        out = torch.zeros_like(sight.out)
+    def give(attention: LayerAttention, _: RecordedCall) -> dict[str, Tensor]:
+        out = torch.zeros_like(attention.out)
         for index in range(out.shape[1]):
-            replaced = value(Head(sight.layer, index))
+            replaced = value(Head(attention.layer, index))
             if replaced is not None:
                 out[:, index] = replaced.to(out)
         return {replacement: out}
@@ -193,16 +193,16 @@ def _ablating(
 ) -> Reader:
     """A reader that removes set i's heads from the i-th copy of the texts."""
 
-    def read(sight: Sight) -> Tensor | None:
+    def read(attention: LayerAttention) -> Tensor | None:
         here = [
             (copy, head)
             for copy, heads in enumerate(sets)
             for head in heads
-            if head.layer == sight.layer
+            if head.layer == attention.layer
         ]
         if not here:
             return None
-        out = sight.out.clone()
+        out = attention.out.clone()
         for copy, head in here:
             replaced = value(head)
             rows = slice(copy * texts, (copy + 1) * texts)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from headwise.alarms import Alarm, cure_alarms, joined
+from headwise.alarms import Alarm, cure_alarms, merge_alarms
 from headwise.artefacts import content_hash, read_json, versions
 from headwise.diagnosis.triage_values import Triage
 from headwise.diagnosis.values import Diagnosis
@@ -141,7 +141,7 @@ def _alarms(before: Evaluation | None, after: Evaluation | None) -> tuple[Alarm,
     sides = [side for side in (before, after) if side is not None]
     kept = [alarm for side in sides for alarm in side.alarms]
     if before is None or after is None:
-        return joined(kept)
+        return merge_alarms(kept)
     unread, still = (_unread(side) for side in (before, after))
     cured = [
         alarm
@@ -151,7 +151,7 @@ def _alarms(before: Evaluation | None, after: Evaluation | None) -> tuple[Alarm,
             before.text_sets[name].loss.value, after.text_sets[name].loss.value
         )
     ]
-    return joined(kept, cured)
+    return merge_alarms(kept, cured)
 
 
 def _unread(found: Evaluation) -> set[str]:

@@ -16,23 +16,23 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headwise.alarms import Alarm, joined, loss_alarms
+from headwise.alarms import Alarm, loss_alarms, merge_alarms
 from headwise.artefacts import versions
 from headwise.bundled import DATA
-from headwise.diagnosis.diagnose import diagnosing
-from headwise.diagnosis.dormancy import measuring_dormancy
+from headwise.diagnosis.diagnose import diagnosis_measurement
+from headwise.diagnosis.dormancy import dormancy_measurement
 from headwise.diagnosis.head_slopes import first_order_importance
-from headwise.diagnosis.mean_outputs import measuring_means
+from headwise.diagnosis.mean_outputs import means_measurement
 from headwise.diagnosis.values import Diagnosis, Dormancy
 from headwise.errors import SelectionError, TextError
 from headwise.forward.guard import guard
+from headwise.forward.measurements import Measurement, run_measurement, run_measurements
 from headwise.heads import JOINT, Head, all_heads, select_heads
 from headwise.models.architectures import attention_layers, geometry_of, is_packed
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.patch import Patch, applied
 from headwise.models.stored_weights import stored_weights
 from headwise.models.values import ModelInfo, PatchInfo
-from headwise.passes.readings import Measuring, alone, together
 from headwise.progress import Budget, Progress, Work, silent, stage, unlimited
 from headwise.proof.ablation import Ablation, ablate_heads
 from headwise.proof.evaluation import (
@@ -45,7 +45,7 @@ from headwise.proof.evaluation import (
     MlpDormancy,
     recovery_of,
 )
-from headwise.proof.perplexity import TextLosses, measuring_losses
+from headwise.proof.perplexity import TextLosses, losses_measurement
 from headwise.proof.staged import discoveries, student_p
 from headwise.proof.usefulness import judge_heads
 from headwise.surgery.plan import operated_heads
@@ -115,8 +115,10 @@ def evaluate(
     wanted = _wanted(loaded, heads, joint, told)
     budget(loaded.model, _work(loaded, sets, wanted, how, diagnoses=1 + bool(read and not stock)))
     if read and stock is None:
-        stock = alone(loaded.model, _diagnosing(loaded, sets, how), progress=progress)
-    before = _Before(base, tuple(told), stock, joined(loaded.alarms, _leaks(read, sets)))
+        stock = run_measurement(
+            loaded.model, _diagnosis_measurement(loaded, sets, how), progress=progress
+        )
+    before = _Before(base, tuple(told), stock, merge_alarms(loaded.alarms, _leaks(read, sets)))
     with applied(loaded.model, read, force=force):
         found = _evaluate_as_it_is(loaded, before, sets, wanted, how)
         if tasks:
@@ -232,13 +234,13 @@ def _evaluate_as_it_is(
 ) -> Evaluation:
     encoded = encode_for(loaded, _judged(text_sets, how).texts, max_length=how.max_length)
     guard(loaded, max(map(len, encoded)))
-    losses, diagnosis, means, active = together(
+    losses, diagnosis, means, active = run_measurements(
         loaded.model,
         [
-            _measuring_losses(loaded, text_sets, how),
-            _diagnosing(loaded, text_sets, how),
-            measuring_means(loaded.model, batches(encoded, how.batch_size)),
-            measuring_dormancy(loaded.model, batches(encoded, how.batch_size)),
+            _losses_measurement(loaded, text_sets, how),
+            _diagnosis_measurement(loaded, text_sets, how),
+            means_measurement(loaded.model, batches(encoded, how.batch_size)),
+            dormancy_measurement(loaded.model, batches(encoded, how.batch_size)),
         ],
         title="losses, heads and neurons",
         progress=how.progress,
@@ -257,7 +259,7 @@ def _evaluate_as_it_is(
         provenance=EvaluationProvenance(
             versions(), EvaluationSettings(how.max_length, how.max_texts, how.seed, loaded.bos)
         ),
-        alarms=joined(before.alarms, _unusable(losses, loaded.num_embeddings)),
+        alarms=merge_alarms(before.alarms, _unusable(losses, loaded.num_embeddings)),
     )
 
 
@@ -266,11 +268,13 @@ def _judged(text_sets: Sequence[TextSet], how: _How) -> TextSet:
     return TextSet(text_sets[0].name, text_sets[0].texts[: how.max_texts])
 
 
-def _diagnosing(
+def _diagnosis_measurement(
     loaded: LoadedModel, text_sets: Sequence[TextSet], how: _How
-) -> Measuring[Diagnosis]:
+) -> Measurement[Diagnosis]:
     judged = _judged(text_sets, how)
-    return diagnosing(loaded, judged, max_length=how.max_length, batch_size=how.batch_size)
+    return diagnosis_measurement(
+        loaded, judged, max_length=how.max_length, batch_size=how.batch_size
+    )
 
 
 def _unusable(losses: Mapping[str, TextLosses], vocabulary: int) -> list[Alarm]:
@@ -290,12 +294,12 @@ def _dormancy(weights: Dormancy | None, activations: Dormancy | None) -> MlpDorm
     return MlpDormancy(weights, activations, note)
 
 
-def _measuring_losses(
+def _losses_measurement(
     loaded: LoadedModel, text_sets: Sequence[TextSet], how: _How
-) -> Measuring[dict[str, TextLosses]]:
+) -> Measurement[dict[str, TextLosses]]:
     """Losses of every set; a text that stands in several sets is scored once."""
     every = TextSet("all", tuple(dict.fromkeys(t for texts in text_sets for t in texts.texts)))
-    found = yield from measuring_losses(
+    found = yield from losses_measurement(
         loaded, every, max_length=how.max_length, whole=False, batch_size=how.batch_size
     )
     place = {text: number for number, text in enumerate(every.texts)}

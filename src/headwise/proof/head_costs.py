@@ -25,7 +25,7 @@ from headwise.diagnosis.mean_outputs import head_mean
 from headwise.errors import SettingsError
 from headwise.forward.attention import attend
 from headwise.forward.frozen import frozen
-from headwise.forward.partial_run import AttentionCall, attention_calls
+from headwise.forward.partial_run import RecordedCall, attention_calls
 from headwise.forward.replaced_outputs import (
     BasePass,
     Losses,
@@ -34,12 +34,12 @@ from headwise.forward.replaced_outputs import (
     replaced_losses,
     stack_size,
 )
-from headwise.forward.tap import Sight, tapped
+from headwise.forward.replacements import Variant, variant_losses
+from headwise.forward.tap import LayerAttention, tapped
 from headwise.heads import Head
 from headwise.models.architectures import projection_of
 from headwise.models.patch import Patch, Slice
 from headwise.models.stored_weights import stored_weights
-from headwise.passes.replacements import Variant, variant_losses
 from headwise.progress import Progress, silent, told
 from headwise.ranks import shared_out
 from headwise.texts.batches import Batch, batches
@@ -171,12 +171,12 @@ def _streamed_costs(
     """The same of a model on disk: all heads and texts go through one layer before the next."""
     work, kinds = list(batches(encoded, batch_size)), interventions.kinds
 
-    def give(sight: Sight, call: AttentionCall) -> dict[str, Outs]:
+    def give(attention: LayerAttention, call: RecordedCall) -> dict[str, Outs]:
         treated = {
-            name: _treated_outs(model, call, sight.layer, patch)
+            name: _treated_outs(model, call, attention.layer, patch)
             for name, patch in interventions.treated.items()
         }
-        return {**_plain_outs(model, sight, interventions), **treated}
+        return {**_plain_outs(model, attention, interventions), **treated}
 
     found = variant_losses(
         model,
@@ -208,9 +208,9 @@ def intervened_outputs(
     layers = sorted({head.layer for head in heads})
     found: dict[int, dict[str, Outs]] = {layer: {} for layer in layers}
 
-    def read(sight: Sight) -> None:
-        if sight.layer in found:
-            found[sight.layer] = _plain_outs(model, sight, interventions)
+    def read(attention: LayerAttention) -> None:
+        if attention.layer in found:
+            found[attention.layer] = _plain_outs(model, attention, interventions)
 
     with attention_calls(model) as calls:
         passed = base_pass(model, batch.ids, batch.lengths, read)
@@ -221,40 +221,40 @@ def intervened_outputs(
 
 
 def _plain_outs(
-    model: PreTrainedModel, sight: Sight, interventions: Interventions
+    model: PreTrainedModel, attention: LayerAttention, interventions: Interventions
 ) -> dict[str, Outs]:
-    outs = {"zero": torch.zeros_like(sight.out)} if interventions.zero else {}
+    outs = {"zero": torch.zeros_like(attention.out)} if interventions.zero else {}
     if interventions.means is not None:
-        heads = [Head(sight.layer, index) for index in range(sight.out.shape[1])]
+        heads = [Head(attention.layer, index) for index in range(attention.out.shape[1])]
         means = torch.stack([head_mean(model, interventions.means, head) for head in heads])
-        outs["mean"] = means[None, :, None].to(sight.out).expand_as(sight.out)
+        outs["mean"] = means[None, :, None].to(attention.out).expand_as(attention.out)
     if interventions.unsink:
-        outs["unsink"] = unsunk(sight)
+        outs["unsink"] = unsunk(attention)
     return outs
 
 
-def unsunk(sight: Sight) -> Outs:
+def unsunk(attention: LayerAttention) -> Outs:
     """The heads' outputs without the first key; the first query has no other and keeps it."""
-    scores = sight.scores
+    scores = attention.scores
     visible = scores.visible
     if visible is None:
         visible = torch.ones(len(scores.q), scores.length, dtype=torch.bool, device=scores.q.device)
     visible = visible.clone()
     visible[:, 0] = False
-    out, _ = attend(replace(scores, visible=visible), sight.v)
-    if sight.before_gate is not None:  # the gate does not depend on where the head looks
-        own = sight.before_gate
-        out = out * torch.where(own == 0, 0.0, sight.out / own)
-    return torch.cat([sight.out[:, :, :1], out[:, :, 1:]], 2)
+    out, _ = attend(replace(scores, visible=visible), attention.v)
+    if attention.before_gate is not None:  # the gate does not depend on where the head looks
+        own = attention.before_gate
+        out = out * torch.where(own == 0, 0.0, attention.out / own)
+    return torch.cat([attention.out[:, :, :1], out[:, :, 1:]], 2)
 
 
-def _treated_outs(model: PreTrainedModel, call: AttentionCall, layer: int, patch: Patch) -> Outs:
+def _treated_outs(model: PreTrainedModel, call: RecordedCall, layer: int, patch: Patch) -> Outs:
     """The outputs of one layer's heads with the patch's queries, by the family's own code."""
     outs: list[Tensor] = []
     parts = [p for name, p in patch.slices.items() if _is_query(name) and _layer(name) == layer]
     with (
         _changed_queries(projection_of(model, layer, "q"), parts),
-        tapped(model, lambda sight: outs.append(sight.out)),
+        tapped(model, lambda attention: outs.append(attention.out)),
     ):
         call.again()
     return outs[0]

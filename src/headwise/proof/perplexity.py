@@ -14,11 +14,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwise.errors import ModelError
+from headwise.forward.layer_by_layer import HookedPass
 from headwise.forward.losses import IGNORED, shifted_targets
+from headwise.forward.measurements import Measurement, run_measurement
 from headwise.intervals import Interval, mean_interval
 from headwise.models.loaded_model import LoadedModel, takes_model
-from headwise.passes.readings import Measuring, alone
-from headwise.passes.streamed import Reading
 from headwise.progress import Progress, silent
 from headwise.proof.evaluation import DocumentLosses
 from headwise.texts.batches import DEFAULT_MAX_LENGTH, Batch, batches, encode_for
@@ -92,7 +92,7 @@ def text_losses(
     progress: Progress = silent,
 ) -> TextLosses:
     """Losses of every document of a text set, `whole` in windows, or cut at `max_length`."""
-    work = measuring_losses(
+    work = losses_measurement(
         loaded.starting_with(bos),
         texts,
         max_length=max_length,
@@ -100,10 +100,10 @@ def text_losses(
         stride=stride,
         batch_size=batch_size,
     )
-    return alone(loaded.model, work, progress=progress)
+    return run_measurement(loaded.model, work, progress=progress)
 
 
-def measuring_losses(
+def losses_measurement(
     loaded: LoadedModel,
     texts: TextSet,
     *,
@@ -111,8 +111,8 @@ def measuring_losses(
     whole: bool = True,
     stride: int | None = None,
     batch_size: int = 4,
-) -> Measuring[TextLosses]:
-    """The same as a part of a reading that others may share."""
+) -> Measurement[TextLosses]:
+    """The same as a measurement that may share its passes with others."""
     max_length = loaded.length(max_length)
     encoded = encode_for(loaded, texts.texts, max_length=None if whole else max_length)
     prefix = [loaded.tokenizer.bos_token_id] if loaded.bos and loaded.first_token.needed else []
@@ -128,7 +128,7 @@ def measuring_losses(
         np.add.at(tokens, owners, (wanted[number] != IGNORED).sum(1).numpy())
 
     title = f"perplexity on {texts.name[:30]}"
-    yield Reading([batch.ids for batch in work], take, targets=wanted, title=title)
+    yield HookedPass([batch.ids for batch in work], take, targets=wanted, title=title)
     _require_numbers(loaded, texts, sums)
     return TextLosses(texts, sums, tokens)
 

@@ -1,7 +1,8 @@
 """Several processes that work as one: items are shared out, results come back in their order.
 
-A launcher (`accelerate launch`, `torchrun`) starts the processes; the command line joins them with
-`joined()`, a program must do so itself: headwise inside a distributed training run stays alone.
+A launcher (`accelerate launch`, `torchrun`) starts the processes; the command line connects them
+with `process_group()`, a program must do so itself: headwise inside a distributed training run does
+not use the trainer's.
 Every process gets every result and adds them up in the order of one process, so all of them hold
 the same bits and only the first one needs to write. Numbers travel through gloo, on the CPU.
 """
@@ -68,7 +69,7 @@ def may_write() -> bool:
 
 
 @contextmanager
-def joined() -> Iterator[Place]:
+def process_group() -> Iterator[Place]:
     """Work together with the processes that a launcher started; alone if none did."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
-from headwise.alarms import Alarm, joined
+from headwise.alarms import Alarm, merge_alarms
 from headwise.diagnosis.triage_values import Triage
 from headwise.diagnosis.values import Diagnosis, classify
 from headwise.errors import ArtefactError
@@ -154,7 +154,7 @@ class Source:
         for found in self.conditions:
             values += [found.diagnosis, found.evaluation, found.comparison, found.run]
         kept = [value.alarms for value in (*values, self.completions) if value is not None]
-        return joined(*kept)
+        return merge_alarms(*kept)
 
     @property
     def model(self) -> ModelInfo | None:

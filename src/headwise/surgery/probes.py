@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from headwise.forward.attention import mass_at
 from headwise.forward.losses import shifted_targets, token_losses
-from headwise.forward.tap import Sight
+from headwise.forward.measurements import observed
+from headwise.forward.tap import LayerAttention
 from headwise.models.architectures import geometry_of
-from headwise.passes.readings import observed
 from headwise.surgery.run_state import MassMap
 from headwise.texts.batches import Batch
 from headwise.texts.corpus import Corpus
@@ -27,8 +27,8 @@ def first_token_map(model: PreTrainedModel, corpus: Corpus) -> MassMap:
     sums = torch.zeros(geometry.num_layers, geometry.num_heads, dtype=torch.float64)
     blocks = (corpus.validation or corpus.train)[:_PROBE_BLOCKS]
 
-    def add_up(number: int, sight: Sight) -> Float[Tensor, "head"]:
-        return _row_masses(blocks[number].lengths, sight)
+    def add_up(number: int, attention: LayerAttention) -> Float[Tensor, "head"]:
+        return _row_masses(blocks[number].lengths, attention)
 
     for _, layer, found in observed(model, [block.ids for block in blocks], add_up):
         assert layer is not None
@@ -37,9 +37,9 @@ def first_token_map(model: PreTrainedModel, corpus: Corpus) -> MassMap:
     return means
 
 
-def _row_masses(lengths: Int[Tensor, "row"], sight: Sight) -> Float[Tensor, "head"]:
+def _row_masses(lengths: Int[Tensor, "row"], attention: LayerAttention) -> Float[Tensor, "head"]:
     """The sum over rows of each row's own mean over its real queries."""
-    mass = mass_at(sight.scores, sight.lse, None)
+    mass = mass_at(attention.scores, attention.lse, None)
     real = torch.arange(mass.shape[2], device=mass.device)[None] < lengths[:, None].to(mass.device)
     means = (mass * real[:, None]).sum(2) / real.sum(1)[:, None]
     return means.sum(0).double().cpu()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedModel
 
-from headwise.alarms import Alarm, cure_alarms, joined, loss_alarms
+from headwise.alarms import Alarm, cure_alarms, loss_alarms, merge_alarms
 from headwise.diagnosis.mean_outputs import measure_means
 from headwise.errors import SelectionError, SettingsError
 from headwise.forward.guard import guard
@@ -198,7 +198,7 @@ def _alarms(
     unusable = loss_alarms("stock on validation text", stock, loaded.num_embeddings, unigram)
     usable = not loss_alarms("", state.best_loss, loaded.num_embeddings, unigram)
     cured = cure_alarms(stock, state.best_loss) if unusable and usable else ()
-    return joined(loaded.alarms, unusable, cured)
+    return merge_alarms(loaded.alarms, unusable, cured)
 
 
 def _outcome(settings: RunSettings, state: RunState) -> Outcome:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headwise.forward.frozen import frozen
-from headwise.forward.tap import Sight, tapped
+from headwise.forward.tap import LayerAttention, tapped
 from headwise.heads import Head
 from headwise.models.architectures import (
     Geometry,
@@ -77,8 +77,8 @@ def _watched(model: PreTrainedModel, sums: dict[int, _Sums], block: Batch) -> It
             for module, roles in modules.values():
                 stack.callback(module.register_forward_hook(found.hook(roles)).remove)
 
-        def read(sight: Sight) -> Tensor | None:
-            return sums[sight.layer].read(sight) if sight.layer in sums else None
+        def read(attention: LayerAttention) -> Tensor | None:
+            return sums[attention.layer].read(attention) if attention.layer in sums else None
 
         with tapped(model, read):
             yield
@@ -116,21 +116,21 @@ class _Sums:
 
         return keep
 
-    def read(self, sight: Sight) -> Tensor:
+    def read(self, attention: LayerAttention) -> Tensor:
         """Add the slope of the pull by the projection's output; the run goes on without slopes."""
-        k = sight.scores.k.detach()
+        k = attention.scores.k.detach()
         group = self.geometry.group
         length = k.shape[2]
         seen = torch.arange(length, device=k.device).clamp(min=1)[:, None]
         others = (k.cumsum(2) - k[:, :, :1]) / seen  # mean of keys 1..t
         gap = (k[:, :, :1] - others).repeat_interleave(group, 1)
-        pull = (sight.scores.q * gap)[:, :, 1:] * self._real(length)[:, None, 1:, None].to(k)
+        pull = (attention.scores.q * gap)[:, :, 1:] * self._real(length)[:, None, 1:, None].to(k)
         assert self.leaf is not None
         (slope,) = torch.autograd.grad(pull.sum(), self.leaf)
         torch.set_grad_enabled(False)
         self.leaf = None
         self.pull += self._heads(slope, "q", self.geometry.num_heads).sum((0, 1))
-        return sight.out.detach()
+        return attention.out.detach()
 
     def _real(self, length: int) -> Tensor:
         assert self.block is not None

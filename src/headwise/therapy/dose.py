@@ -85,7 +85,7 @@ def choose_doses(
     """
     if not heads:
         return DoseChoice({}, math.nan, math.nan, ())
-    search = _Search(model, plan, directions, _joined(spread_blocks(blocks, DOSE_BLOCKS)))
+    search = _Search(model, plan, directions, _mixed_batches(spread_blocks(blocks, DOSE_BLOCKS)))
     stock = search.begin({})
     decayed = search.decayed(heads)
     treatments = (*SEARCHED, *(REGROWN if decayed else ()))
@@ -111,7 +111,7 @@ def _choice(search: _Search, stock: Sums, tried: Sequence[Tried]) -> DoseChoice:
     )
 
 
-def _joined(blocks: Sequence[Batch]) -> list[Batch]:
+def _mixed_batches(blocks: Sequence[Batch]) -> list[Batch]:
     """Batches with short and long blocks in each: the first ones may have to speak for all."""
     count = -(-len(blocks) // _BATCH)
     return [join_batches(blocks[at::count]) for at in range(count)]

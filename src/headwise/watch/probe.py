@@ -23,7 +23,7 @@ from headwise.diagnosis.diagnose import SINK_RATE_EPSILON
 from headwise.diagnosis.measures import query_weights, watched_measures
 from headwise.errors import HeadwiseError
 from headwise.forward.guard import guard
-from headwise.forward.tap import Sight, tapped
+from headwise.forward.tap import LayerAttention, tapped
 from headwise.models.architectures import backbone_of, device_of, geometry_of
 from headwise.texts.batches import Batch, batches
 
@@ -73,9 +73,11 @@ def _measure(
     for batch in chosen:
         weights, rows = query_weights(batch, 0).to(device), list(batch.index)
 
-        def read(sight: Sight, weights: Tensor = weights, rows: list[int] = rows) -> None:
-            found = watched_measures(sight, weights)
-            row = geometry.layers.index(sight.layer)
+        def read(
+            attention: LayerAttention, weights: Tensor = weights, rows: list[int] = rows
+        ) -> None:
+            found = watched_measures(attention, weights)
+            row = geometry.layers.index(attention.layer)
             for name, array in values.items():
                 array[rows, row] = found[name].cpu().numpy()
 

@@ -17,31 +17,31 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from headwise.forward.layer_by_layer import Finish, HookedPass, Observe, run_layer_by_layer
 from headwise.forward.losses import token_losses
 from headwise.forward.partial_run import Hidden
-from headwise.forward.tap import Sight, tapped
+from headwise.forward.tap import LayerAttention, tapped
 from headwise.models.architectures import backbone_of, device_of, layers_of
 from headwise.models.stored_weights import stored_weights
-from headwise.passes.streamed import Finish, Observe, Reading, read_streamed
 from headwise.progress import Progress, silent
 from headwise.ranks import shared_out
 
 Found = TypeVar("Found")
 Made = TypeVar("Made")
-Measuring = Generator[Reading[Any], None, Made]  # yields one reading, and returns a result
+Measurement = Generator[HookedPass[Any], None, Made]  # yields one reading, and returns a result
 
 
-def alone(
-    model: PreTrainedModel, measuring: Measuring[Made], *, progress: Progress = silent
+def run_measurement(
+    model: PreTrainedModel, measuring: Measurement[Made], *, progress: Progress = silent
 ) -> Made:
     """The result of one measurement."""
-    made: Made = together(model, [measuring], progress=progress)[0]
+    made: Made = run_measurements(model, [measuring], progress=progress)[0]
     return made
 
 
-def together(
+def run_measurements(
     model: PreTrainedModel,
-    measurings: Sequence[Measuring[Any]],
+    measurings: Sequence[Measurement[Any]],
     *,
     title: str = "",
     progress: Progress = silent,
@@ -49,14 +49,14 @@ def together(
     """The results of several measurements; a streamed model is read once for all of them."""
     readings = [next(one) for one in measurings]
     if stored_weights(model) is not None:
-        read_streamed(model, readings, title=title, progress=progress)
+        run_layer_by_layer(model, readings, title=title, progress=progress)
     else:
         for reading in readings:
             _read_loaded(model, reading, progress)
     return [_made(one) for one in measurings]
 
 
-def _made(measuring: Measuring[Made]) -> Made:
+def _made(measuring: Measurement[Made]) -> Made:
     try:
         next(measuring)
     except StopIteration as end:
@@ -83,9 +83,9 @@ def observed(
     def take(number: int, layer: int | None, one: Found) -> None:
         found.append((number, layer, one))
 
-    reading = Reading(ids, take, observe=observe, finish=finish, title=title)
+    reading = HookedPass(ids, take, observe=observe, finish=finish, title=title)
     if stored_weights(model) is not None:
-        read_streamed(model, [reading], title=title, progress=progress)
+        run_layer_by_layer(model, [reading], title=title, progress=progress)
         yield from found
         return
     for _ in _numbers(model, reading, progress):
@@ -93,13 +93,13 @@ def observed(
         found.clear()
 
 
-def _read_loaded(model: PreTrainedModel, reading: Reading[Any], progress: Progress) -> None:
+def _read_loaded(model: PreTrainedModel, reading: HookedPass[Any], progress: Progress) -> None:
     """Batch after batch through the whole model."""
     for _ in _numbers(model, reading, progress):
         pass
 
 
-def _numbers(model: PreTrainedModel, reading: Reading[Any], progress: Progress) -> Iterator[int]:
+def _numbers(model: PreTrainedModel, reading: HookedPass[Any], progress: Progress) -> Iterator[int]:
     """The numbers of the batches, each when all that was found in it has been taken."""
     if reading.visit is not None:
         for each in range(len(layers_of(model))):
@@ -115,14 +115,14 @@ def _numbers(model: PreTrainedModel, reading: Reading[Any], progress: Progress) 
 
 
 def _run(
-    model: PreTrainedModel, reading: Reading[Found], number: int
+    model: PreTrainedModel, reading: HookedPass[Found], number: int
 ) -> list[tuple[int | None, Any]]:
     """What one batch shows, layer by layer, and after the last one."""
     found: list[tuple[int | None, Any]] = []
 
-    def read(sight: Sight) -> None:
+    def read(attention: LayerAttention) -> None:
         if reading.observe is not None:
-            found.append((sight.layer, reading.observe(number, sight)))
+            found.append((attention.layer, reading.observe(number, attention)))
 
     with torch.inference_mode(), ExitStack() as stack:
         if reading.listen is not None:

@@ -22,13 +22,13 @@ from headwise.errors import ModelError, UnknownArchitectureError
 from headwise.forward.losses import stored_losses
 from headwise.forward.partial_run import Hidden, LayerInput, after_layers, layer_input, run_layer
 from headwise.forward.replaced_forward import Forward, replaced_forward
-from headwise.forward.tap import Reader, Sight, tapped
+from headwise.forward.tap import LayerAttention, Reader, tapped
 from headwise.models.architectures import architecture_of, attention_layers, layers_of
 from headwise.models.stored_weights import at_hand, stored_weights
 from headwise.progress import Progress, silent
 
 Found = TypeVar("Found")
-Observe = Callable[[int, Sight], Found]  # of a batch by its number, and one of its layers
+Observe = Callable[[int, LayerAttention], Found]  # of a batch by its number, and one of its layers
 Finish = Callable[[int, Hidden], Found]  # of a batch and its last hidden states
 Visit = Callable[[int], None]  # of a layer whose weights are at hand
 Emit = Callable[[int, Found], object]  # of a layer and what a hook has heard in it
@@ -40,7 +40,7 @@ _EXACT = 2e-3
 
 
 @dataclass(frozen=True)
-class Reading(Generic[Found]):
+class HookedPass(Generic[Found]):
     """Batches that go through a model, what is looked at in them, and who is told of it.
 
     `take` hears (batch, layer, what was observed), and (batch, None, ...) of what `finish` finds
@@ -59,9 +59,9 @@ class Reading(Generic[Found]):
     title: str = ""
 
 
-def read_streamed(
+def run_layer_by_layer(
     model: PreTrainedModel,
-    readings: Sequence[Reading[Any]],
+    readings: Sequence[HookedPass[Any]],
     *,
     title: str = "",
     progress: Progress = silent,
@@ -92,7 +92,7 @@ class _Run:
     """A batch, and whoever looks at it: readings with the number that it has there."""
 
     ids: Tensor
-    seen_by: list[tuple[Reading[Any], int]] = field(default_factory=list)
+    seen_by: list[tuple[HookedPass[Any], int]] = field(default_factory=list)
 
     def through(self, model: PreTrainedModel, layer: int, hidden: LayerInput) -> LayerInput:
         """What one layer makes of the batch, while it is looked at."""
@@ -102,12 +102,12 @@ class _Run:
                     stack.enter_context(reading.listen(number, _telling(reading, number)))
             return through(model, self.ids, layer, hidden, self._read)
 
-    def _read(self, sight: Sight) -> None:
+    def _read(self, attention: LayerAttention) -> None:
         for reading, number in self.seen_by:
             if reading.observe is not None:
-                reading.take(number, sight.layer, reading.observe(number, sight))
+                reading.take(number, attention.layer, reading.observe(number, attention))
 
-    def wanted(self) -> list[tuple[Reading[Any], int, Tensor]]:
+    def wanted(self) -> list[tuple[HookedPass[Any], int, Tensor]]:
         """Readings that want losses of this batch, with its number there and its targets."""
         return [
             (reading, number, targets)
@@ -117,11 +117,11 @@ class _Run:
         ]
 
 
-def _telling(reading: Reading[Any], number: int) -> Emit[Any]:
+def _telling(reading: HookedPass[Any], number: int) -> Emit[Any]:
     return lambda layer, found: reading.take(number, layer, found)
 
 
-def _runs(readings: Sequence[Reading[Any]]) -> list[_Run]:
+def _runs(readings: Sequence[HookedPass[Any]]) -> list[_Run]:
     """Every batch once, however many readings have it; within one all keep their order."""
     runs: dict[tuple[torch.Size, bytes, int], _Run] = {}
     for reading in readings:
@@ -136,7 +136,7 @@ def _runs(readings: Sequence[Reading[Any]]) -> list[_Run]:
 @torch.inference_mode()
 def _finish(model: PreTrainedModel, runs: Sequence[_Run], states: list[Tensor]) -> None:
     """What is wanted of the last hidden states; losses of all batches at once."""
-    jobs: list[tuple[Reading[Any], int]] = []
+    jobs: list[tuple[HookedPass[Any], int]] = []
     lasts: list[Tensor] = []
     targets: list[Tensor] = []
     for place, run in enumerate(runs):
@@ -189,7 +189,7 @@ def require_faithful(model: PreTrainedModel, layer: int, ids: Tensor, hidden: La
     if layer not in attention_layers(model):
         return
     few, start = ids[:1, :_PROOF_TOKENS], hidden[..., :1, :_PROOF_TOKENS, :]
-    tapped_run = through(model, few, layer, start, lambda sight: None)
+    tapped_run = through(model, few, layer, start, lambda attention: None)
     own = through(model, few, layer, start, None)
     apart = float((tapped_run - own).abs().max() / own.abs().max().clamp_min(1e-30))
     if not apart < _DIFFERENCE.get(model.dtype, _EXACT):

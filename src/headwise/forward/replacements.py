@@ -16,25 +16,27 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headwise.forward.losses import shifted_targets, stored_losses
-from headwise.forward.partial_run import AttentionCall, after_layers, attention_calls
-from headwise.forward.replaced_outputs import TOKENS
-from headwise.forward.tap import Reader, Sight
-from headwise.heads import Head
-from headwise.models.architectures import layers_of
-from headwise.models.loading import free_memory
-from headwise.passes.streamed import (
+from headwise.forward.layer_by_layer import (
     embedding_by_rows,
     first_state,
     layer_at_hand,
     require_faithful,
     through,
 )
+from headwise.forward.losses import shifted_targets, stored_losses
+from headwise.forward.partial_run import RecordedCall, after_layers, attention_calls
+from headwise.forward.replaced_outputs import TOKENS
+from headwise.forward.tap import LayerAttention, Reader
+from headwise.heads import Head
+from headwise.models.architectures import layers_of
+from headwise.models.loading import free_memory
 from headwise.progress import Progress, silent
 
 Texts = tuple[Tensor, Tensor]  # ids (text, position) and the texts' lengths
 Outs = Mapping[str, Tensor]  # by kind, (text, head, query, value)
-Give = Callable[[Sight, AttentionCall], Outs]  # what heads give instead, in one layer of one batch
+Give = Callable[
+    [LayerAttention, RecordedCall], Outs
+]  # what heads give instead, in one layer of one batch
 _SHARE = 0.25  # of free memory that the variants' hidden states may take
 
 
@@ -147,10 +149,10 @@ class _Sweep:
     def _undisturbed(
         self, layer: int, ids: Tensor, hidden: Tensor, wanted: bool
     ) -> tuple[Tensor, Outs]:
-        sights: list[Sight] = []
+        seen: list[LayerAttention] = []
         with attention_calls(self.model) as calls:
-            after = through(self.model, ids, layer, hidden, sights.append)
-        return after, self.give(sights[0], calls[layer]) if wanted else {}
+            after = through(self.model, ids, layer, hidden, seen.append)
+        return after, self.give(seen[0], calls[layer]) if wanted else {}
 
     def _losses(self, base: list[Tensor]) -> Float[np.ndarray, "row document"]:
         rows = [base, *(self._states_of(v) for v in range(len(self.variants)))]
@@ -175,11 +177,11 @@ def _stacks(numbers: Sequence[int], size: int) -> Iterator[Sequence[int]]:
 def _replacing(variants: Sequence[Variant], layer: int, outs: Outs) -> Reader:
     """A reader that puts variant i's outputs into the i-th copy of the texts."""
 
-    def read(sight: Sight) -> Tensor | None:
+    def read(attention: LayerAttention) -> Tensor | None:
         here = [(copy, one) for copy, one in enumerate(variants) if one.there(layer)]
         if not here:
             return None
-        out = sight.out.clone()
+        out = attention.out.clone()
         texts = len(out) // len(variants)
         for copy, one in here:
             for head in one.there(layer):
