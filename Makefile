@@ -3,12 +3,12 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 STAMP := .venv/.installed
 EXTRAS := dev,lora,cluster,lm-eval
-CODE := src tests patients
+CODE := src tests patients benchmarks
 WORKERS ?= 2
 export HF_HUB_DISABLE_TELEMETRY = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: install demo test test-slow test-families check format bench faults fuzz same clean
+.PHONY: install demo test test-slow test-families check format bench bench-quick faults fuzz same clean
 
 install: $(STAMP)
 
@@ -67,7 +67,10 @@ format: install
 	$(BIN)/ruff check --fix $(CODE)
 
 bench: install
-	$(BIN)/headwise bench all --out out/bench
+	$(BIN)/python -m benchmarks all --out out/bench
+
+bench-quick: install
+	$(BIN)/python -m benchmarks --quick --out out/bench-quick
 
 clean:
 	rm -rf out .mypy_cache .ruff_cache .pytest_cache

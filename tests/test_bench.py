@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
+import importlib
 import io
 import json
 import random
+import subprocess
+import sys
 import typing
 
 import numpy as np
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
-from headwise.bench import ablation, decisions, diagnose, plasticity, repair, run, scale
-from headwise.cli import app
-from headwise.cli.show import bench_tables
+import benchmarks.__main__ as command
+from benchmarks import ablation, decisions, diagnose, harness, plasticity, repair, scale
 from headwise.heads import Head
 from headwise.values import to_plain
 
@@ -63,7 +63,7 @@ def rows_of(name, sizes):
 def test_tables_are_whole_in_80_columns(name, sizes):
     rows = to_plain(rows_of(name, sizes))
     screen = Console(width=80, file=io.StringIO(), highlight=False, soft_wrap=True)
-    for item in bench_tables(name, rows):
+    for item in harness.tables(name, rows):
         screen.print(item)
     text = screen.file.getvalue()
     told = [line for line in text.splitlines() if "┃" in line or "│" in line]
@@ -74,12 +74,24 @@ def test_tables_are_whole_in_80_columns(name, sizes):
         assert str(row.get("way", "")) in text
 
 
-def test_without_a_name_the_benchmarks_are_listed_and_none_is_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, ["bench"])
-    assert done.exit_code == 0
-    assert all(name in done.output for name in run.BENCHMARKS)
+def test_without_a_name_the_benchmarks_are_listed_and_none_is_run_nor_torch_loaded(tmp_path):
+    code = "import sys, benchmarks.__main__ as b; b.main([]); sys.exit('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=harness.environment(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in command.BENCHMARKS)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", command.BENCHMARKS)
+def test_every_benchmark_that_is_listed_can_be_run(name):
+    assert callable(importlib.import_module(f"benchmarks.{name}").run)
 
 
 def test_quick_ones_are_all_but_the_gpu_and_say_so_in_their_files(tmp_path, monkeypatch):
@@ -89,20 +101,45 @@ def test_quick_ones_are_all_but_the_gpu_and_say_so_in_their_files(tmp_path, monk
         asked.append(what)
         return [ablation.AblationRow(1, 1, 1, 1.0, 1.0, 1.0, 0.0)]
 
-    for name, found in run.BENCHMARKS.items():
-        monkeypatch.setitem(run.BENCHMARKS, name, dataclasses.replace(found, run=pretend))
-    done = CliRunner().invoke(app, ["bench", "--quick", "--out", str(tmp_path)])
-    assert done.exit_code == 0, done.output
+    for name in command.BENCHMARKS:
+        monkeypatch.setattr(f"benchmarks.{name}.run", pretend)
+    command.main(["--quick", "--out", str(tmp_path)])
     names = {path.stem.removeprefix("bench_") for path in tmp_path.glob("*.json")}
-    assert names == set(run.BENCHMARKS) - {"gpu"}
+    assert names == set(command.BENCHMARKS) - {"gpu"}
     assert all(one.quick for one in asked)
     assert json.loads((tmp_path / "bench_repair.json").read_text())["quick"] is True
 
 
-def test_an_unknown_benchmark_is_refused_with_the_known_ones(tmp_path):
-    done = CliRunner().invoke(app, ["bench", "speed", "--out", str(tmp_path)])
-    assert done.exit_code == 1
-    assert "all, diagnose, repair" in str(done.exception)
+def test_an_unknown_benchmark_is_refused_with_the_known_ones(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["speed", "--out", str(tmp_path)])
+    refusal = capsys.readouterr().err
+    assert all(name in refusal for name in ("speed", "all", "diagnose", "repair"))
+
+
+def test_both_sides_are_timed_in_turn_on_one_thread_and_ratios_are_within_a_round():
+    order = []
+    pairs = harness.compare(lambda: order.append("ours"), lambda: order.append("peer"), 2)
+    assert order == ["ours", "peer"] * 2
+    assert len(pairs.seconds) == 2
+    fixed = harness.Pairs(((1.0, 2.0), (4.0, 4.0), (1.0, 10.0)))
+    assert (fixed.ours, fixed.peer, fixed.ratio) == (1.0, 4.0, 0.5)
+
+
+def test_the_peak_is_at_least_what_is_resident_and_starts_anew():
+    held = np.ones(80_000_000, dtype=np.uint8)
+    assert harness.peak_mb() >= 80
+    del held
+    harness.reset_peak()
+    assert harness.peak_mb() >= 0.9 * harness.resident_mb()
+
+
+def test_a_side_runs_this_checkout_in_a_process_of_its_own():
+    code = (
+        "import headwise, benchmarks, os; print(headwise.__file__, os.environ['OMP_NUM_THREADS'])"
+    )
+    done = harness.run_side([sys.executable, "-c", code])
+    assert done.stdout.split() == [str(harness.ROOT / "src/headwise/__init__.py"), "1"]
 
 
 def test_decisions_are_replayed_from_costs_that_were_measured_once(monkeypatch):

@@ -28,7 +28,6 @@ ORDER = """
     studies
     report
     handover
-    bench
     __init__ cli __main__
 """.split()  # noqa: SIM905
 

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from headwise.bench.scale import Shape, fitted_exponent, limited, write_model
-from headwise.bench.sizing import (
+from benchmarks.gpu import (
     MACHINES,
     SHAPES,
     LayerRow,
@@ -23,7 +22,8 @@ from headwise.bench.sizing import (
     smallest_machine,
     times,
 )
-from headwise.cli.show import bench_tables, console
+from benchmarks.harness import print_rows
+from benchmarks.scale import Shape, fitted_exponent, limited, write_model
 from headwise.models.loading import load_model
 from headwise.models.stored_weights import stored_weights
 from headwise.values import to_plain
@@ -109,11 +109,9 @@ def test_a_layer_is_measured_where_it_fits(monkeypatch):
 
 
 def test_the_tables_are_readable_in_80_columns(monkeypatch, capsys):
-    monkeypatch.setattr("headwise.bench.sizing.measured_layer", lambda shape, _: layers()[0])
+    monkeypatch.setattr("benchmarks.gpu.measured_layer", lambda shape, _: layers()[0])
     monkeypatch.setenv("COLUMNS", "80")
-    screen = console(quiet=False)
-    for item in bench_tables("gpu", to_plain(gpu_rows("cpu"))):
-        screen.print(item)
+    print_rows("gpu", to_plain(gpu_rows("cpu")))
     text = capsys.readouterr().out
     assert "…" not in text
     assert "Llama-3-70B" in text

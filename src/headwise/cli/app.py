@@ -14,7 +14,6 @@ from typer.core import TyperGroup
 STORY = (  # the order in which one meets the verbs
     *("demo", "check", "diagnose", "survey", "triage", "plan", "repair", "evaluate", "complete"),
     *("compare", "report", "apply", "export", "push", "capture", "plasticity", "watch", "study"),
-    "bench",
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
@@ -65,11 +65,8 @@ def grid_of(layers: Sequence[int], cells: Sequence[Sequence[tuple[str, str]]]) -
     return text
 
 
-def drawn(found: Sheet, *, whole: bool = False) -> Table:
-    """A sheet as a table; numbers are right-aligned, and what is too long goes on below.
-
-    `whole`: no word is cut, however narrow the terminal is.
-    """
+def drawn(found: Sheet) -> Table:
+    """A sheet as a table; numbers are right-aligned, and what is too long goes on below."""
     title = max(map(len, found.title.splitlines()), default=0)
     result = Table(
         title=found.title,
@@ -80,9 +77,8 @@ def drawn(found: Sheet, *, whole: bool = False) -> Table:
         min_width=min(title, _SCREEN),  # a narrow table would break its title
     )
     for index, column in enumerate(found.columns):
-        width = _column_width([column, *(row[index] for row in found.rows)]) if whole else None
         side: Literal["right", "left"] = "right" if found.numeric(index) else "left"
-        result.add_column(column, justify=side, width=width, overflow="fold")
+        result.add_column(column, justify=side, overflow="fold")
     for row in found.rows:
         result.add_row(*(shown(value) for value in row))
     return result
@@ -95,70 +91,7 @@ def print_sheets(sheets: Iterable[Sheet], quiet: bool) -> None:
 
 
 _SCREEN = 80  # columns of the narrowest terminal in use
-_LONG = 40  # characters of a cell that stands below the table instead
-_BETWEEN = 3  # columns between two cells
 _MARGIN = 11  # columns before the first head of a grid
-
-
-def bench_tables(name: str, rows: Sequence[Mapping[str, object]]) -> list[Table | str]:
-    """A benchmark's rows, those of one kind together."""
-    kinds: dict[tuple[str, ...], list[Mapping[str, object]]] = {}
-    for row in rows:
-        kinds.setdefault(tuple(key for key in row if key != "note"), []).append(row)
-    return [item for found in kinds.values() for item in _bench_kind(name, found)]
-
-
-def _bench_kind(name: str, rows: Sequence[Mapping[str, object]]) -> list[Table | str]:
-    """One table, or several where it would be too wide; what is the same in all stands below."""
-    keys = [key for key in rows[0] if key != "note"]
-    same = [key for key in keys if len({str(row.get(key)) for row in rows}) == 1]
-    if len(rows) == 1:  # a table of it, but for a path that would be cut
-        same = [key for key in same if len(shown(rows[0].get(key))) > _LONG]
-    told = [key for key in keys if key not in same]
-    cells = [[row.get(key) for key in told] for row in rows]
-    headings = [key.replace("_", " ") for key in told]  # wrap at blanks
-    below = [f"{key}: {shown(rows[0].get(key))}" for key in same]
-    below += [
-        f"{row.get('way', '')} at {row.get('length', '')}: {row['note']}"
-        for row in rows
-        if row.get("note")
-    ]
-    if _width(zip(headings, *cells, strict=True)) <= _SCREEN:
-        return [drawn(sheet(name, headings, cells), whole=True), *below]
-    turned = [_turned(name, headings, part) for part in _parts(headings, cells)]
-    return [*(drawn(one, whole=True) for one in turned), *below]
-
-
-def _width(columns: Iterable[Sequence[object]]) -> int:
-    widths = [_column_width(column) for column in columns]
-    return sum(widths) + _BETWEEN * (len(widths) - 1)
-
-
-def _column_width(column: Sequence[object]) -> int:
-    """Of a column whose first row, the heading, may wrap at blanks and nothing else may."""
-    head, *cells = column
-    return max(len(word) for word in ["", *str(head).split(), *map(shown, cells)])
-
-
-def _parts(
-    headings: Sequence[str], cells: Sequence[Sequence[object]]
-) -> list[list[Sequence[object]]]:
-    """Cases that have room side by side, at least one."""
-    parts: list[list[Sequence[object]]] = []
-    first = max(map(len, headings))
-    for case in cells:
-        wide = [max(len(shown(value)) for value in one) for one in [*(parts or [[]])[-1], case]]
-        if parts and first + sum(wide) + _BETWEEN * len(wide) <= _SCREEN:
-            parts[-1].append(case)
-        else:
-            parts.append([case])
-    return parts
-
-
-def _turned(name: str, headings: Sequence[str], cells: Sequence[Sequence[object]]) -> Sheet:
-    """Measures one below the other, cases side by side: names stay whole."""
-    first, *rest = zip(headings, *cells, strict=True)
-    return sheet(name, [str(word) for word in first], [list(row) for row in rest])
 
 
 def cost_tables(name: str, rows: Sequence[Sequence[object]]) -> list[Table | str]:

@@ -1,4 +1,4 @@
-"""Verbs for whole experiments: study, demo, report, bench."""
+"""Verbs for whole experiments: study, demo, report."""
 
 from __future__ import annotations
 
@@ -151,41 +151,3 @@ def _write_report(
 
     path = write_report(source, out, before=before, after=after, triage=triage, paper=paper)
     console(quiet).print(f"look at {path}")
-
-
-@app.command(
-    short_help="Benchmarks, each a ratio to a named peer.", epilog="Example: headwise bench --quick"
-)
-def bench(
-    what: Annotated[
-        str | None,
-        typer.Argument(help="diagnose, repair, ablation, triage, plasticity, scale, gpu or all"),
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Small sizes: all but gpu, in minutes.")
-    ] = False,
-    model: Annotated[str | None, typer.Option(help="Model for `diagnose` and `triage`.")] = None,
-    repeats: Annotated[int, typer.Option(help="Runs of each case.", min=1)] = 3,
-    out: Out = Path("out/bench"),
-    quiet: Quiet = False,
-) -> None:
-    """The project's own benchmarks: each a ratio to a named peer, in one run."""
-    from headwise.bench.run import BENCHMARKS, run_benchmarks
-    from headwise.cli.progress_bar import progress_bars
-    from headwise.cli.show import bench_tables, console, drawn
-    from headwise.sheets import sheet
-
-    screen = console(quiet)
-    if what is None and not quick:
-        listed = [[name, one.what, one.beside] for name, one in BENCHMARKS.items()]
-        screen.print(drawn(sheet("benchmarks", ("name", "of", "beside"), listed), whole=True))
-        screen.print("headwise bench NAME runs one, `all` all of them (hours), --quick small ones")
-        return
-    with progress_bars(quiet) as progress:
-        found = run_benchmarks(
-            what or "all", model=model, repeats=repeats, out=out, quick=quick, progress=progress
-        )
-        for name, rows in found:
-            for item in bench_tables(name, rows):
-                screen.print(item)
-    screen.print(f"wrote bench_*.json in {out}", style="dim")

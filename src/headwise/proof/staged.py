@@ -55,7 +55,7 @@ def looks_at(documents: int, first: int = FIRST_LOOK) -> Looks:
     """All documents at the last look, three quarters of them at the one before, and so on.
 
     Looking that often costs some width of every interval and still ends sooner: 0.192 instead of
-    0.202 of the fixed work on MiniMind2, with the same decisions (`headwise bench decisions`).
+    0.202 of the fixed work on MiniMind2, same decisions (`python -m benchmarks decisions`).
     """
     sizes = [documents]
     while (fewer := sizes[0] * 3 // 4) >= first:

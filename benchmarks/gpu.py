@@ -1,4 +1,4 @@
-"""What a model needs, by count and by one measured layer: `headwise bench gpu`.
+"""What a model needs, by count and by one measured layer; run it where there is a GPU.
 
 Bytes are counts of weights, masters and moments; activations are the hidden states that a
 checkpointed layer keeps. Seconds come from one random layer of each shape, built and timed on the
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-GIGA = 10**9
+from benchmarks.harness import GIGA, Options, one_thread
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,11 @@ _STATE = 16  # master, gradient and two moments in float32
 _USABLE = 0.9  # of a device's memory
 _PASSES = 3  # of a checkpointed step: forward, forward again, backward of the activations
 _MOST_GB = 1.0  # a layer larger than this is not measured on a CPU
+
+
+def run(options: Options) -> list[LayerRow | MemoryRow | TimeRow]:
+    """On the GPU, else on one core."""
+    return gpu_rows()
 
 
 def gpu_rows(device: str | None = None) -> list[LayerRow | MemoryRow | TimeRow]:
@@ -252,8 +257,6 @@ def _layer_times(shape: ModelShape, device: str, tokens: int) -> tuple[float, fl
     from headwise.diagnosis.measures import measure_heads
     from headwise.texts.batches import batches
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     model = _one_layer(shape).to(device, torch.bfloat16 if device != "cpu" else torch.float32)
     ids = torch.randint(3, 1000, (1, tokens))
 
@@ -264,10 +267,10 @@ def _layer_times(shape: ModelShape, device: str, tokens: int) -> tuple[float, fl
     def measured() -> None:
         measure_heads(model, batches(ids.tolist(), 1), num_texts=1, max_length=tokens, pooled=True)
 
-    found = _seconds(plain, device), _seconds(measured, device)
-    torch.set_num_threads(threads)
+    with one_thread():
+        seconds = _seconds(plain, device), _seconds(measured, device)
     peak = torch.cuda.max_memory_allocated() if device.startswith("cuda") else 0
-    return *found, float(peak)
+    return *seconds, float(peak)
 
 
 def _one_layer(shape: ModelShape) -> Any:

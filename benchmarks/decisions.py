@@ -1,4 +1,4 @@
-"""`headwise bench decisions`: heads judged on as little text as needed, beside all on all texts.
+"""Heads judged on as little text as needed, beside every head on every text.
 
 Costs of all heads are measured once; then the decisions are replayed in several orders of the
 texts, and on losses without effect (each head's made free of its mean, texts resampled).
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Float, Int
 
+from benchmarks.harness import Options
 from headwise.heads import Head, all_heads
 from headwise.progress import Progress, silent
 
@@ -35,6 +36,13 @@ class DecisionsRow:
     most_decisions_lost: int  # decided on all texts, undecided here
     most_decisions_turned: int  # useful on all texts and not useful here, or the other way round
     draws_with_a_false_discovery: float
+
+
+def run(options: Options) -> list[DecisionsRow]:
+    """64 texts of 256 tokens, or few short ones."""
+    if options.quick:
+        return bench_decisions(model=options.model, texts=16, length=64, draws=100)
+    return bench_decisions(model=options.model, progress=options.progress)
 
 
 def bench_decisions(

@@ -1,4 +1,4 @@
-"""`headwise bench plasticity`: CPU and memory per head, beside the public algorithm done plainly.
+"""Plasticity: CPU and memory per head, beside the public algorithm done plainly.
 
 The peer below is our own plain transcription of the public algorithm (reference, section 3): the
 same statistics, 256 key pairs per cell drawn and scored one at a time, with one scalar normal CDF.
@@ -11,12 +11,8 @@ Invariant: both sides read the same files in the same run; only the ratio is mea
 from __future__ import annotations
 
 import json
-import os
-import resource
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from benchmarks.harness import Options, command_of, cpu_seconds, peak_mb, run_side
 from headwise.errors import HeadwiseError
 
 BUCKETS = 16
@@ -45,6 +42,11 @@ class PlasticityRow:
 
 
 PEER_PAIRS = 256
+
+
+def run(options: Options) -> list[PlasticityRow]:
+    """50,000 rows a head, or 5,000."""
+    return bench_plasticity(rows=5_000) if options.quick else bench_plasticity()
 
 
 def bench_plasticity(
@@ -110,14 +112,7 @@ def _write(path: Path, *columns: np.ndarray) -> None:
 
 def _measured(side: str, root: Path, heads: int) -> dict[str, float]:
     """CPU seconds per head and peak memory of one side, in a fresh single-threaded process."""
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    done = subprocess.run(
-        [sys.executable, "-m", "headwise.bench.plasticity", side, str(root), str(heads)],
-        env={**os.environ, **threads},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_side(command_of("plasticity", side, root, heads))
     if done.returncode:
         raise HeadwiseError(f"the {side} side of the benchmark failed", where=done.stderr[-2000:])
     measured: dict[str, float] = json.loads(done.stdout)
@@ -132,27 +127,17 @@ def _run_side(side: str, root: Path, heads: int) -> dict[str, float]:
 
     folder, settings = find_heads(root), PlasticitySettings()
     groups = group_heads(folder)
-    start = time.process_time()
-    if side == "peer":
-        peer_head(folder.file(0, 0, "q"), folder.file(0, 0, "k"), seed=0)
-    else:
+
+    def measure() -> None:
+        if side == "peer":
+            peer_head(folder.file(0, 0, "q"), folder.file(0, 0, "k"), seed=0)
+            return
         for group in groups:
-            failed = [
-                r for r in analyse_group(folder, group, settings) if isinstance(r, HeadFailure)
-            ]
-            if failed:
-                raise HeadwiseError(failed[0].reason)
-    used = time.process_time() - start
-    return {"cpu_s": used / heads, "peak_mb": _peak_mb()}
+            for result in analyse_group(folder, group, settings):
+                if isinstance(result, HeadFailure):
+                    raise HeadwiseError(result.reason)
 
-
-def _peak_mb() -> float:
-    """This process's own peak; `ru_maxrss` would start from the parent's on Linux."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        lines = status.read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # bytes on macOS
+    return {"cpu_s": cpu_seconds(measure) / heads, "peak_mb": peak_mb()}
 
 
 def peer_head(query_file: Path, key_file: Path, *, seed: int) -> dict[tuple[int, int], float]:

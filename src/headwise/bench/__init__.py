@@ -1,1 +1,0 @@
-"""Benchmarks: each a ratio to a named peer in one run."""
