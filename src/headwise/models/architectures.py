@@ -73,12 +73,12 @@ _PROPOSED = "_headwise_row"  # on the model itself, which alone it was proposed 
 
 
 def proposed_row(model: PreTrainedModel) -> Architecture | None:
-    """For a family without a row: one read off the model's shape; `guard` proves or refuses it."""
-    kept: Architecture | None = vars(model).get(_PROPOSED)
-    if kept is None:
-        kept = next(iter(propose_rows(model)), None)
-        keep_row(model, kept)
-    return kept
+    """The row that the shape of a model without one suggests; `guard` proves or refuses it."""
+    row: Architecture | None = vars(model).get(_PROPOSED)
+    if row is None:
+        row = next(iter(propose_rows(model)), None)
+        keep_row(model, row)
+    return row
 
 
 def keep_row(model: PreTrainedModel, row: Architecture | None) -> None:
@@ -133,16 +133,16 @@ def projection_of(model: PreTrainedModel, layer: int, role: Role) -> nn.Module:
 def attention_layers(model: PreTrainedModel) -> tuple[int, ...]:
     """The model's own numbers of the layers that have attention: all of them but in hybrids."""
     row = architecture_of(model)
-    wanted = [f"{row.attention}.{name}" for name in (*row.projections, row.output)]
+    paths = [f"{row.attention}.{name}" for name in (*row.projections, row.output)]
     layers = enumerate(layers_of(model))
-    return tuple(n for n, layer in layers if all(_submodule(layer, name) for name in wanted))
+    return tuple(n for n, layer in layers if all(_submodule(layer, path) for path in paths))
 
 
 def _submodule(module: nn.Module, path: str) -> nn.Module | None:
-    found: nn.Module | None = module
+    inner: nn.Module | None = module
     for name in path.split("."):
-        found = None if found is None else getattr(found, "_modules", {}).get(name)
-    return found
+        inner = None if inner is None else getattr(inner, "_modules", {}).get(name)
+    return inner
 
 
 def geometry_of(model: PreTrainedModel, layer: int | None = None) -> Geometry:

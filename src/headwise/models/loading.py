@@ -131,32 +131,32 @@ def _streams(
     path: Path,
     dtype: str | None,
     device_map: str | Mapping[str, str | int] | None,
-    asked: bool | None,
+    stream: bool | None,
 ) -> bool:
     """Whether the weights stay in their files: asked for, or larger than memory."""
-    if asked is None:
+    if stream is None:
         return path.is_dir() and device_map is None and _too_large(path, dtype)
-    if asked and not any(path.glob("*.safetensors")):
+    if stream and not any(path.glob("*.safetensors")):
         raise ModelError(
             "only a directory with safetensors files can be streamed",
             where=path,
             fix="download or convert the model into a directory first",
         )
-    return asked
+    return stream
 
 
 def _stream_type(stored: Mapping[str, StoredTensor], dtype: str | None) -> torch.dtype:
     """The precision asked for; `auto` is that of the largest tensor."""
     if dtype == "auto" and stored:
-        return max(stored.values(), key=lambda one: one.numel).dtype
-    found: torch.dtype = getattr(torch, dtype or "float32", torch.float32)
-    return found
+        return max(stored.values(), key=lambda tensor: tensor.numel).dtype
+    precision: torch.dtype = getattr(torch, dtype or "float32", torch.float32)
+    return precision
 
 
 def _too_large(path: Path, dtype: str | None) -> bool:
     """Whether the weights, in the precision asked for, leave no memory to work in."""
     stored = stored_tensors(path)
-    needed = sum(one.numel for one in stored.values()) * _stream_type(stored, dtype).itemsize
+    needed = sum(tensor.numel for tensor in stored.values()) * _stream_type(stored, dtype).itemsize
     return needed > _ROOM * free_memory()
 
 
@@ -199,10 +199,10 @@ def converted_gguf(path: Path) -> Path:
     folder = cache / "gguf" / digest
     if not (folder / _SOURCE).exists():
         _convert_gguf(path, folder)
-    told = read_json(folder / _SOURCE)
+    recorded = read_json(folder / _SOURCE).get("weights_sha256")
     with (folder / _WEIGHTS).open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if told.get("weights_sha256") != found:
+        actual = hashlib.file_digest(file, "sha256").hexdigest()
+    if recorded != actual:
         raise ModelError(
             "the converted copy of this GGUF file is damaged",
             where=folder,

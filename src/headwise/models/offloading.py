@@ -48,10 +48,10 @@ def held_pieces(model: PreTrainedModel, name: str) -> Iterator[Tensor]:
 
 def parameter_shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
     """The model's parameters by name; tied ones once, though offloading unties them."""
-    found = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
-    copies = {name for name in found if found[name].is_meta and tied.get(name) in found}
-    return {name: found[name].shape for name in found if name not in copies}
+    copies = {n for n, p in parameters.items() if p.is_meta and tied.get(n) in parameters}
+    return {name: p.shape for name, p in parameters.items() if name not in copies}
 
 
 def execution_device(root: nn.Module, name: str) -> torch.device:
@@ -89,9 +89,9 @@ def _offload(root: nn.Module, name: str) -> tuple[Any, str]:
     parts = name.split(".")
     for depth in range(len(parts) - 1, -1, -1):
         hook: Any = vars(root.get_submodule(".".join(parts[:depth]))).get("_hf_hook")
-        for one in getattr(hook, "hooks", [hook]):  # a SequentialHook holds several
-            if getattr(one, "offload", False):
-                return one, ".".join(parts[depth:])
+        for part in getattr(hook, "hooks", [hook]):  # a SequentialHook holds several
+            if getattr(part, "offload", False):
+                return part, ".".join(parts[depth:])
     raise ModelError(
         "a weight has no numbers: it is on the meta device and no accelerate hook loads it",
         where=name,

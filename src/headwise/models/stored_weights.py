@@ -83,16 +83,16 @@ class StoredWeights(Mapping[str, Tensor]):
     def rows(self, name: str, chosen: Int[Tensor, "..."]) -> Float[Tensor, "... width"]:
         """Some rows of a matrix; each of them is read once."""
         stored = self.tensors[name]
-        wanted, places = chosen.unique(return_inverse=True)
+        distinct, places = chosen.unique(return_inverse=True)
         width = stored.shape[1]
-        found = torch.stack([stored.read(n * width, (n + 1) * width) for n in wanted.tolist()])
-        return found.to(self.dtype)[places]
+        rows = torch.stack([stored.read(n * width, (n + 1) * width) for n in distinct.tolist()])
+        return rows.to(self.dtype)[places]
 
     @property
     def num_bytes(self) -> int:
         """On disk; what is tied lies there once."""
-        places = {(one.file, one.offset): one for one in self.tensors.values()}
-        return sum(one.numel * one.dtype.itemsize for one in places.values())
+        distinct = {(t.file, t.offset): t for t in self.tensors.values()}
+        return sum(tensor.numel * tensor.dtype.itemsize for tensor in distinct.values())
 
 
 class _NoMemory(TorchFunctionMode):
@@ -120,8 +120,8 @@ def empty_model(folder: Path, dtype: torch.dtype, **options: Any) -> PreTrainedM
     weights = StoredWeights(_by_name(model, stored, folder), dtype)
     for name, buffer in model.named_buffers():
         if name in stored:
-            one = stored[name]
-            buffer.copy_(one.read(0, one.numel).view(one.shape))
+            tensor = stored[name]
+            buffer.copy_(tensor.read(0, tensor.numel).view(tensor.shape))
     attach_align_device_hook(model, execution_device="cpu", offload=True, weights_map=weights)
     vars(model)[_STORED] = weights
     model.config._name_or_path = str(folder)
@@ -135,12 +135,12 @@ def _by_name(
     """Stored tensors by the model's names: some files have the base model's prefix, some do not."""
     prefix = f"{model.base_model_prefix}."
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
-    found = {}
+    by_name = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names = [name, name.removeprefix(prefix), prefix + name]
         source = tied.get(name, name)
         names += [source, source.removeprefix(prefix), prefix + source]
-        place = next((one for one in names if one in stored), None)
+        place = next((known for known in names if known in stored), None)
         if place is None or stored[place].shape != tuple(parameter.shape):
             raise ModelError(
                 f"this checkpoint cannot be streamed: it has no tensor that is {name}",
@@ -154,8 +154,8 @@ def _by_name(
                 where=folder,
                 fix="stream a checkpoint in float32, bfloat16 or float16 of the same model",
             )
-        found[name] = stored[place]
-    return found
+        by_name[name] = stored[place]
+    return by_name
 
 
 def stored_weights(model: nn.Module) -> StoredWeights | None:
@@ -168,7 +168,7 @@ def at_hand(model: PreTrainedModel, prefix: str) -> Iterator[dict[str, Tensor]]:
     """While open the weights of one module are in memory: its hooks read nothing."""
     weights = stored_weights(model)
     assert weights is not None
-    found = {name: weights[name] for name in weights if name.startswith(f"{prefix}.")}
+    tensors = {name: weights[name] for name in weights if name.startswith(f"{prefix}.")}
     hooked = [
         (f"{prefix}.{path}." if path else f"{prefix}.", vars(module)["_hf_hook"])
         for path, module in model.get_submodule(prefix).named_modules()
@@ -177,9 +177,9 @@ def at_hand(model: PreTrainedModel, prefix: str) -> Iterator[dict[str, Tensor]]:
     before = [hook.weights_map for _, hook in hooked]
     try:
         for start, hook in hooked:
-            own = {n.removeprefix(start): t for n, t in found.items() if n.startswith(start)}
+            own = {n.removeprefix(start): t for n, t in tensors.items() if n.startswith(start)}
             hook.weights_map = ChainMap(own, hook.weights_map)
-        yield found
+        yield tensors
     finally:
         for (_, hook), weights_map in zip(hooked, before, strict=True):
             hook.weights_map = weights_map

@@ -145,17 +145,17 @@ class StoredTensor:
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """The tensors of all safetensors files of a model directory."""
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for path in weight_files(folder):
         try:
-            found |= _tensors_of(path)
+            tensors |= _tensors_of(path)
         except (SafetensorError, OSError, ValueError, LookupError) as error:
             raise ModelError(
                 f"the weight file is damaged or cut off ({str(error)[:200]})",
                 where=path,
                 fix="download or copy the weights again",
             ) from None
-    return found
+    return tensors
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Model families: the table of rows, the ways of odd ones, and rows proposed from a shape."""
+"""Model families: the table of rows, custom attention code, and rows proposed from a shape."""
 
 from headwise.models.families.rows import ARCHITECTURES, NOT_SEPARABLE
 

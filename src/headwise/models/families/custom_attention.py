@@ -1,11 +1,13 @@
-"""Families with ways of their own: ALiBi slopes, and attention without the interface.
+"""Families whose attention is their own code: ALiBi slopes, and calls that bypass the interface.
 
-A `*_call` says what one call of a family's attention module attends to what; the tap attends.
+A `*_call` turns the arguments of a family's attention module into queries, keys and values; the tap
+attends with them.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +15,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headwise.models.families.architecture import AttentionInputs
+
+
+def _split(module: Any, heads: int, hidden: Tensor) -> list[Tensor]:
+    """Queries, keys and values as (batch, position, head, dim)."""
+    projections = (module.q_proj, module.k_proj, module.v_proj)
+    return [p(hidden).unflatten(-1, (heads, module.head_dim)) for p in projections]
+
+
+def _through(output: Any) -> Callable[[Tensor], tuple[Tensor, None]]:
+    """What a module returns that only projects its merged heads."""
+    return lambda merged: (output(merged), None)
 
 
 def bloom_slopes(model: PreTrainedModel) -> Tensor:
@@ -77,11 +90,8 @@ def falcon_call(
         bias = alibi.reshape(q.shape[0], module.num_heads, 1, -1).float()
         bias = bias * (times * module.inv_norm_factor)
 
-    def finish(merged: Tensor) -> tuple[Tensor, None]:
-        return module.dense(merged), None
-
     scale = 1 / math.sqrt(module.head_dim)
-    return AttentionInputs(q, k, v, scale, attention_mask, finish, bias=bias)
+    return AttentionInputs(q, k, v, scale, attention_mask, _through(module.dense), bias=bias)
 
 
 def mpt_slopes(model: PreTrainedModel) -> Tensor:
@@ -110,10 +120,9 @@ def mpt_call(
     heads = mixed.unflatten(-1, (3, module.n_heads, module.head_dim)).permute(2, 0, 3, 1, 4)
     q, k, v = heads.unbind(0)
 
-    def finish(merged: Tensor) -> tuple[Tensor, None]:
-        return module.out_proj(merged), None
-
-    return AttentionInputs(q, k, v, module.softmax_scale, attention_mask, finish, alibi=True)
+    return AttentionInputs(
+        q, k, v, module.softmax_scale, attention_mask, _through(module.out_proj), alibi=True
+    )
 
 
 def gptj_call(
@@ -126,16 +135,13 @@ def gptj_call(
     **_: Any,
 ) -> AttentionInputs:
     """GPT-J: rotary tables inside the attention module."""
-    split = (module.num_attention_heads, module.head_dim)
-    names = (module.q_proj, module.k_proj, module.v_proj)
-    q, k, v = (projection(hidden_states).unflatten(-1, split) for projection in names)
+    q, k, v = _split(module, module.num_attention_heads, hidden_states)
     q, k = (_gptj_rotate(module, x, position_ids).transpose(1, 2) for x in (q, k))
 
-    def finish(merged: Tensor) -> tuple[Tensor, None]:
-        return module.out_proj(merged), None
-
     scale = 1 / float(module.scale_attn)
-    return AttentionInputs(q, k, v.transpose(1, 2), scale, attention_mask, finish)
+    return AttentionInputs(
+        q, k, v.transpose(1, 2), scale, attention_mask, _through(module.out_proj)
+    )
 
 
 def _gptj_rotate(module: Any, x: Tensor, position_ids: Tensor | None) -> Tensor:
@@ -155,15 +161,10 @@ def gpt_neo_call(
     **_: Any,
 ) -> AttentionInputs:
     """GPT-Neo: unscaled scores, and a window in every other layer."""
-    split = (module.num_heads, module.head_dim)
-    names = (module.q_proj, module.k_proj, module.v_proj)
-    q, k, v = (p(hidden_states).unflatten(-1, split).transpose(1, 2) for p in names)
+    q, k, v = (x.transpose(1, 2) for x in _split(module, module.num_heads, hidden_states))
     window = int(module.config.window_size) if module.attention_type == "local" else None
 
-    def finish(merged: Tensor) -> tuple[Tensor, None]:
-        return module.out_proj(merged), None
-
-    return AttentionInputs(q, k, v, 1.0, attention_mask, finish, window=window)
+    return AttentionInputs(q, k, v, 1.0, attention_mask, _through(module.out_proj), window=window)
 
 
 def xglm_call(
@@ -176,11 +177,6 @@ def xglm_call(
     **_: Any,
 ) -> AttentionInputs:
     """XGLM: plain attention without the interface."""
-    split = (module.num_heads, module.head_dim)
-    names = (module.q_proj, module.k_proj, module.v_proj)
-    q, k, v = (p(hidden_states).unflatten(-1, split).transpose(1, 2) for p in names)
+    q, k, v = (x.transpose(1, 2) for x in _split(module, module.num_heads, hidden_states))
 
-    def finish(merged: Tensor) -> tuple[Tensor, None]:
-        return module.out_proj(merged), None
-
-    return AttentionInputs(q, k, v, module.scaling, attention_mask, finish)
+    return AttentionInputs(q, k, v, module.scaling, attention_mask, _through(module.out_proj))

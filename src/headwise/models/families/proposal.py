@@ -38,10 +38,7 @@ _LOGITS = (
 
 def propose_rows(model: PreTrainedModel) -> list[Architecture]:
     """Rows that fit the names and sizes of the model's modules, the plainest first."""
-    found = _layers(model)
-    if found is None:
-        return []
-    path, layers = found
+    path, layers = _layers(model) or ("", [])
     for attention, module in _modules(layers):
         shape = _projections(module)
         if shape is not None:
@@ -62,26 +59,26 @@ _LLAMA = Architecture()
 
 def _layers(model: PreTrainedModel) -> tuple[str, list[nn.Module]] | None:
     """The outermost list with as many modules as the config has layers."""
-    wanted = int(getattr(model.config.get_text_config(), "num_hidden_layers", 0))
+    count = int(getattr(model.config.get_text_config(), "num_hidden_layers", 0))
     lists = (
         (name, list(module.children()))
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == wanted > 0
+        if isinstance(module, nn.ModuleList) and len(module) == count > 0
     )
-    return min(lists, key=lambda found: found[0].count("."), default=None)
+    return min(lists, key=lambda named: named[0].count("."), default=None)
 
 
 def _modules(layers: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """Modules of a layer by path, those that most layers have first, then the outermost."""
     counts: Counter[str] = Counter()
-    kept: dict[str, nn.Module] = {}
+    modules: dict[str, nn.Module] = {}
     for layer in layers:
         for name, module in layer.named_modules():
             if name:
                 counts[name] += 1
-                kept.setdefault(name, module)
-    for name in sorted(kept, key=lambda n: (-counts[n], n.count("."), n)):
-        yield name, kept[name]
+                modules.setdefault(name, module)
+    for name in sorted(modules, key=lambda n: (-counts[n], n.count("."), n)):
+        yield name, modules[name]
 
 
 def _projections(module: nn.Module) -> tuple[str, ...] | None:
@@ -100,13 +97,13 @@ def _projections(module: nn.Module) -> tuple[str, ...] | None:
 
 
 def _one(pattern: re.Pattern[str], names: list[str]) -> str | None:
-    found = [name for name in names if pattern.fullmatch(name)]
-    return found[0] if len(found) == 1 else None
+    matching = [name for name in names if pattern.fullmatch(name)]
+    return matching[0] if len(matching) == 1 else None
 
 
 def _has_plain_mlp(layers: list[nn.Module]) -> bool:
-    wanted = {*_LLAMA.mlp_in, _LLAMA.mlp_out}
-    return all(wanted <= {name for name, _ in layer.named_modules()} for layer in layers)
+    parts = {*_LLAMA.mlp_in, _LLAMA.mlp_out}
+    return all(parts <= {name for name, _ in layer.named_modules()} for layer in layers)
 
 
 def _positions(model: PreTrainedModel) -> Positions:
@@ -124,15 +121,15 @@ def _variants(model: PreTrainedModel, row: Architecture) -> list[Architecture]:
     config = model.config.get_text_config()
     scales: list[dict[str, Any]] = [{}]
     scales += [{field: name} for field, name in _LOGITS if getattr(config, name, None)]
-    scaled = [replace(one, **scale) for one, scale in product(rows, scales)]
-    return scaled + [replace(one, gated=True) for one in scaled]
+    scaled = [replace(row, **scale) for row, scale in product(rows, scales)]
+    return scaled + [replace(row, gated=True) for row in scaled]
 
 
 def row_text(family: str, row: Architecture) -> str:
     """A row as it would stand in `rows.py`: only what differs from Llama's."""
-    told = [
+    differing = [
         f"{field.name}={getattr(row, field.name)!r}"
         for field in fields(row)
         if getattr(row, field.name) != getattr(_LLAMA, field.name)
     ]
-    return f'"{family}": Architecture({", ".join(told)}),'
+    return f'"{family}": Architecture({", ".join(differing)}),'
