@@ -13,7 +13,7 @@ from scipy import stats
 from conftest import SENTENCES, tiny_language_model, tiny_model
 from eager import eager_measures
 from headwise import Diagnosis, diagnose
-from headwise.cli.show import drawn, head_grid
+from headwise.cli.show import head_grid, rich_table
 from headwise.diagnosis.bimodality import _density
 from headwise.diagnosis.dormancy import activation_dormancy, weight_dormancy
 from headwise.diagnosis.measures import MEASURES, measure_heads, positional_baseline
@@ -24,7 +24,7 @@ from headwise.diagnosis.values import (
     diagnosis_from,
     threshold_sweep,
 )
-from headwise.diagnosis.view import diagnosis_sheet, grid_html
+from headwise.diagnosis.view import diagnosis_table, grid_html
 from headwise.errors import ArtefactError, ModelError, TextError
 from headwise.heads import Head, select_heads
 from headwise.models.architectures import alibi_slopes
@@ -410,7 +410,7 @@ def test_a_notebook_shows_the_grid_and_nothing_a_name_smuggles_in(diagnosis):
 def test_the_terminal_shows_every_head_and_every_count(diagnosis):
     grid = head_grid(diagnosis).plain
     assert len([line for line in grid.splitlines() if line.strip()[:1].isdigit()]) == 2
-    table = drawn(diagnosis_sheet(diagnosis))
+    table = rich_table(diagnosis_table(diagnosis))
     assert table.row_count >= 9
 
 

@@ -16,7 +16,7 @@ from headwise.diagnosis.survey import (
     survey as survey_of,
 )
 from headwise.diagnosis.values import threshold_sweep
-from headwise.diagnosis.view import survey_sheet
+from headwise.diagnosis.view import survey_table
 from headwise.drawing import save_figure
 from headwise.errors import ArtefactError, HeadwiseError
 from headwise.heads import format_indices
@@ -114,8 +114,8 @@ def test_every_figure_its_maps_allow_is_drawn_the_same_twice(tmp_path):
 
 
 def test_the_table_says_it_in_words(survey):
-    found = survey_sheet(survey)
-    columns, rows = found.columns, found.rows
+    found = survey_table(survey)
+    columns, rows = tuple(column.name for column in found.columns), found.rows
     assert columns[3:] == ("sick", "band", "layers sick in band", "slope~sick")
     assert rows[1][3] == "139 of 384 (36.2%)"
     assert rows[3][6] == "-0.96"
@@ -147,7 +147,7 @@ def test_diagnoses_of_different_lengths_are_not_compared():
     other = replace(found, provenance=replace(found.provenance, settings=how))
     with pytest.raises(HeadwiseError, match=r"max_length 128.*max_length 64"):
         survey_of([found, other])
-    assert survey_sheet(survey_of([found])).title == "survey (heldout, 128 tokens, no BOS)"
+    assert survey_table(survey_of([found])).title == "survey (heldout, 128 tokens, no BOS)"
 
 
 def test_the_terminal_shows_layer_0_at_the_bottom_as_the_figures_do():

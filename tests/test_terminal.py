@@ -15,11 +15,11 @@ from rich.console import Console
 from headwise.cli import show
 from headwise.cli.options import wrote
 from headwise.cli.repair import repaired
-from headwise.cli.show import console, drawn, grid_of, head_grid
-from headwise.diagnosis.view import diagnosis_sheet, triage_sheet
+from headwise.cli.show import console, grid_of, head_grid, rich_table
+from headwise.diagnosis.view import diagnosis_table, triage_table
 from headwise.intervals import Interval
-from headwise.sheets import sheet
 from headwise.surgery.plan import make_plan
+from headwise.tables import table
 from reportstudy import diagnosis_of, stock_mass
 
 
@@ -42,15 +42,15 @@ def test_a_grid_of_many_heads_keeps_to_80_columns(heads):
 def test_the_summary_of_a_diagnosis_keeps_to_80_columns():
     found = diagnosis_of(stock_mass())
     assert max(widths(head_grid(found))[0]) <= 80
-    assert max(widths(drawn(diagnosis_sheet(found)))[0]) <= 80
+    assert max(widths(rich_table(diagnosis_table(found)))[0]) <= 80
 
 
 def test_a_band_is_told_only_where_an_index_means_something():
     found = diagnosis_of(stock_mass())
     assert found.model.positions == "alibi"
-    assert "band" in widths(drawn(diagnosis_sheet(found)))[1]
+    assert "band" in widths(rich_table(diagnosis_table(found)))[1]
     rope = replace(found, model=replace(found.model, positions="rope"))
-    assert "band" not in widths(drawn(diagnosis_sheet(rope)))[1]
+    assert "band" not in widths(rich_table(diagnosis_table(rope)))[1]
 
 
 def judged(value, low, high):
@@ -69,7 +69,7 @@ def judged(value, low, high):
 def test_a_triage_marks_the_costs_that_are_not_0_and_keeps_to_80_columns():
     heads = {"L10H10": judged(-1.23456, -2.0, -0.5), "L11H11": judged(0.01, -0.01, 0.03)}
     found = SimpleNamespace(heads=heads, model=SimpleNamespace(short_name="a" * 32))
-    lengths, text = widths(drawn(triage_sheet(found)))
+    lengths, text = widths(rich_table(triage_table(found)))
     assert max(lengths) <= 80
     assert "-1.2346*" in text
     assert "+0.0100 " in text
@@ -77,14 +77,14 @@ def test_a_triage_marks_the_costs_that_are_not_0_and_keeps_to_80_columns():
 
 def test_the_title_of_a_narrow_table_stays_in_one_line():
     title = "loss without the head (nats per token)"
-    assert title in widths(drawn(sheet(title, ("head", "change"), [("L0H1", 0.5)])))[1]
+    assert title in widths(rich_table(table(title, ("head", "change"), [("L0H1", 0.5)])))[1]
 
 
 def test_a_plan_of_many_heads_is_shown_whole_in_words():
     found = diagnosis_of(np.random.default_rng(0).random(stock_mass().shape))
     plan = make_plan(found, heads="sick")
     screen = io.StringIO()
-    Console(file=screen, width=50, highlight=False).print(drawn(plan.sheet()))
+    Console(file=screen, width=50, highlight=False).print(rich_table(plan.table()))
     lines = [line.split("│")[-1].strip() for line in screen.getvalue().splitlines()]
     assert plan.targets.replace(",", ", ") in " ".join(lines)
     assert f"{plan.summary.trainable_weights:,} weights" in screen.getvalue()

@@ -119,7 +119,7 @@ class Inputs:
         path.write_bytes(text.encode("utf-8", "surrogatepass"))
         read = KINDS[kind][1]
         if kind == "diagnosis.json":
-            return lambda: make_plan(Diagnosis.load(path), heads="sick").sheet()
+            return lambda: make_plan(Diagnosis.load(path), heads="sick").table()
         return lambda: read(path)
 
     def patch_header(self) -> Callable[[], object]:

@@ -66,10 +66,10 @@ def diagnose(
     """Measure every head: where its attention goes, what it gives, whether it collapsed."""
     announce(model, quiet)
     from headwise.cli.progress_bar import progress_bars
-    from headwise.cli.show import console, drawn, head_grid
+    from headwise.cli.show import console, head_grid, rich_table
     from headwise.diagnosis.diagnose import diagnose as run
     from headwise.diagnosis.values import Thresholds
-    from headwise.diagnosis.view import diagnosis_sheet
+    from headwise.diagnosis.view import diagnosis_table
 
     chosen = chosen_texts(texts, lines, model, most=120)  # enough for a map, in seconds
     how = (dtype, device_map, allow_pickle, trust_remote_code)
@@ -91,7 +91,7 @@ def diagnose(
 
         written += diagnosis_figures(diagnosis, out)
     screen.print(head_grid(diagnosis))
-    screen.print(drawn(diagnosis_sheet(diagnosis)))
+    screen.print(rich_table(diagnosis_table(diagnosis)))
     wrote(written, quiet)
     alarm(diagnosis.alarms, quiet)
 
@@ -116,10 +116,10 @@ def survey(
 ) -> None:
     """Compare several models, or saved diagnoses, in one table and one figure."""
     from headwise.cli.progress_bar import progress_bars
-    from headwise.cli.show import print_sheets
+    from headwise.cli.show import print_tables
     from headwise.diagnosis.figures import survey_panels
     from headwise.diagnosis.survey import survey as run
-    from headwise.diagnosis.view import survey_sheet
+    from headwise.diagnosis.view import survey_table
     from headwise.drawing import save_figure
 
     with resumable("nothing was written"), progress_bars(quiet) as progress:
@@ -137,7 +137,7 @@ def survey(
         result.save(out / "survey.json"),
         *save_figure(survey_panels(result), out / "survey"),
     ]
-    print_sheets([survey_sheet(result)], quiet)
+    print_tables([survey_table(result)], quiet)
     wrote(written, quiet)
 
 
@@ -218,7 +218,7 @@ def plan(
     \b
     Example: headwise plan out/d --heads 'sick & first_token_mass > 0.9' --out plan.yaml
     """
-    from headwise.cli.show import print_sheets
+    from headwise.cli.show import print_tables
     from headwise.proof.compare import read_snapshot
     from headwise.surgery.plan import make_plan
 
@@ -237,7 +237,7 @@ def plan(
     )
     path = out if out.suffix in (".yaml", ".yml") else out / "plan.yaml"
     made.save(path)
-    print_sheets([made.sheet()], quiet)
+    print_tables([made.table()], quiet)
     wrote([path], quiet)
 
 

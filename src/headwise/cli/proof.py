@@ -95,9 +95,9 @@ def evaluate(
     """Perplexities with intervals, what every head is worth, dormant neurons."""
     announce(model, quiet)
     from headwise.cli.progress_bar import progress_bars
-    from headwise.cli.show import print_sheets
+    from headwise.cli.show import print_tables
     from headwise.proof.evaluate import evaluate as run, paper_prompts
-    from headwise.proof.view import evaluation_sheets
+    from headwise.proof.view import evaluation_tables
 
     sets = [chosen_texts(texts, lines, model), paper_prompts()]
     how, before = (dtype, device_map, allow_pickle, trust_remote_code), patch_first_tokens(patch)
@@ -121,7 +121,7 @@ def evaluate(
             budget=minding(quiet, yes),
             progress=progress,
         )
-    print_sheets(evaluation_sheets(found), quiet)
+    print_tables(evaluation_tables(found), quiet)
     wrote([found.save(out / "evaluation.json")], quiet)
     alarm(found.alarms, quiet)
 
@@ -148,10 +148,10 @@ def complete(
     """Complete prompts with the stock model and with each patch, side by side."""
     announce(model, quiet)
     from headwise.cli.progress_bar import progress_bars
-    from headwise.cli.show import print_sheets
+    from headwise.cli.show import print_tables
     from headwise.proof.completed_texts import Sampling, read_prompts
     from headwise.proof.completions import complete as run
-    from headwise.proof.view import completions_sheet
+    from headwise.proof.view import completions_table
 
     named = _named_patches(patch or [])
     chosen = None if prompts is None else read_prompts(prompts)
@@ -166,7 +166,7 @@ def complete(
             batch_size=batch_size,
             progress=progress,
         )
-    print_sheets([completions_sheet(found)], quiet)
+    print_tables([completions_table(found)], quiet)
     _show_some(found, quiet)
     wrote([found.save(out / "completions.json")], quiet)
     alarm(found.alarms, quiet)
@@ -208,10 +208,10 @@ def compare(
 ) -> None:
     """What changed between two conditions: classes, drift by zone, columns, paired losses."""
     from headwise.artefacts import write_text
-    from headwise.cli.show import print_sheets
+    from headwise.cli.show import print_tables
     from headwise.proof.compare import compare as run_comparison, read_snapshot
     from headwise.proof.trajectories import run_maps
-    from headwise.proof.view import comparison_sheets
+    from headwise.proof.view import comparison_tables
     from headwise.surgery.plan import SurgeryPlan
     from headwise.surgery.run_settings import RunSettings
 
@@ -223,7 +223,7 @@ def compare(
         whole_layers=run is not None and RunSettings.load(run).mode == "lora",
         seed=seed,
     )
-    print_sheets(comparison_sheets(found), quiet)
+    print_tables(comparison_tables(found), quiet)
     written = [found.save(out / "comparison.json")]
     if csv:
         written.append(write_text(out / "comparison.csv", found.to_csv()))

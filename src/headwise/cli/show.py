@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from headwise.diagnosis.view import CLASS_COLOURS
-from headwise.sheets import Sheet, sheet, shown
+from headwise.tables import Table, table
 
 if TYPE_CHECKING:
     from headwise.diagnosis.values import Diagnosis
@@ -65,39 +65,39 @@ def grid_of(layers: Sequence[int], cells: Sequence[Sequence[tuple[str, str]]]) -
     return text
 
 
-def drawn(found: Sheet) -> Table:
-    """A sheet as a table; numbers are right-aligned, and what is too long goes on below."""
-    title = max(map(len, found.title.splitlines()), default=0)
-    result = Table(
-        title=found.title,
+def rich_table(shown: Table) -> RichTable:
+    """A table for the terminal; numbers are right-aligned, and what is too long goes on below."""
+    title = max(map(len, shown.title.splitlines()), default=0)
+    result = RichTable(
+        title=shown.title,
         title_justify="left",
         show_edge=False,
         pad_edge=False,
-        show_header=any(found.columns),
+        show_header=any(column.name for column in shown.columns),
         min_width=min(title, _SCREEN),  # a narrow table would break its title
     )
-    for index, column in enumerate(found.columns):
-        side: Literal["right", "left"] = "right" if found.numeric(index) else "left"
-        result.add_column(column, justify=side, overflow="fold")
-    for row in found.rows:
-        result.add_row(*(shown(value) for value in row))
+    for index, column in enumerate(shown.columns):
+        side: Literal["right", "left"] = "right" if shown.numeric(index) else "left"
+        result.add_column(column.name, justify=side, overflow="fold")
+    for row in shown.rows:
+        result.add_row(*(c.text(entry) for c, entry in zip(shown.columns, row, strict=True)))
     return result
 
 
-def print_sheets(sheets: Iterable[Sheet], quiet: bool) -> None:
+def print_tables(tables: Iterable[Table], quiet: bool) -> None:
     """Tables one below the other."""
-    for found in sheets:
-        console(quiet).print(drawn(found))
+    for one in tables:
+        console(quiet).print(rich_table(one))
 
 
 _SCREEN = 80  # columns of the narrowest terminal in use
 _MARGIN = 11  # columns before the first head of a grid
 
 
-def cost_tables(name: str, rows: Sequence[Sequence[object]]) -> list[Table | str]:
+def cost_tables(name: str, rows: Sequence[Sequence[object]]) -> list[RichTable | str]:
     """What a study would run, and its totals; minutes and MB are the last two columns."""
     columns = ("run", "corpus", "passes", "steps", "M tokens", "minutes", "MB")
-    found: list[Table | str] = [drawn(sheet(f"study {name}", columns, rows))]
+    found: list[RichTable | str] = [rich_table(table(f"study {name}", columns, rows))]
     if any(row[-2] is None for row in rows):
         found.append("time and disk: unknown, the model's configuration is not at hand")
     else:
@@ -106,7 +106,7 @@ def cost_tables(name: str, rows: Sequence[Sequence[object]]) -> list[Table | str
     return found
 
 
-def plasticity_table(found: Plasticity) -> Table:
+def plasticity_table(found: Plasticity) -> RichTable:
     """Plasticity by layer: mean, smallest and largest head."""
     rows: dict[int, list[float]] = {}
     for head in found.heads:
@@ -114,7 +114,7 @@ def plasticity_table(found: Plasticity) -> Table:
             rows.setdefault(head.layer, []).append(head.ap_overall)
     cells = [[layer, len(v), sum(v) / len(v), min(v), max(v)] for layer, v in sorted(rows.items())]
     columns = ("layer", "heads", "mean", "lowest", "highest")
-    return drawn(sheet("attention plasticity", columns, cells))
+    return rich_table(table("attention plasticity", columns, cells))
 
 
 def check_text(loaded: LoadedModel, result: HeadCheck) -> str:

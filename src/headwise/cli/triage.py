@@ -67,9 +67,9 @@ def triage(
     """Judge sick heads: asleep, parked, working, empty, constant, or undecided."""
     announce(model, quiet)
     from headwise.cli.progress_bar import progress_bars
-    from headwise.cli.show import console, print_sheets
+    from headwise.cli.show import console, print_tables
     from headwise.diagnosis.triage_values import TriageThresholds
-    from headwise.diagnosis.view import triage_sheet
+    from headwise.diagnosis.view import triage_table
     from headwise.proof.compare import read_snapshot
     from headwise.therapy.triage import TriageSettings, triage as run
 
@@ -93,7 +93,7 @@ def triage(
             progress=progress,
         )
     console(quiet).print(triage_grid(found))
-    print_sheets([triage_sheet(found)], quiet)
+    print_tables([triage_table(found)], quiet)
     wrote([found.save(out / "triage.json")], quiet)
 
 

@@ -91,11 +91,13 @@ def watch(
 
 def _show(film: Film, quiet: bool) -> None:
     """A table of the readings and the last head grid."""
-    from headwise.cli.show import console, drawn, head_grid
-    from headwise.sheets import sheet
+    from headwise.cli.show import console, head_grid, rich_table
+    from headwise.tables import table
 
     names = ("sick_heads", "sink_rate", "median_entropy", "max_logit")
     rows = [(r.step, *(round(r.scalars[name], 3) for name in names)) for r in film.readings]
     screen = console(quiet)
-    screen.print(drawn(sheet("the film", ("step", *(n.replace("_", " ") for n in names)), rows)))
+    screen.print(
+        rich_table(table("the film", ("step", *(n.replace("_", " ") for n in names)), rows))
+    )
     screen.print(head_grid(film.diagnosis()))

@@ -21,7 +21,7 @@ from headwise.diagnosis.values import Diagnosis
 from headwise.errors import ArtefactError, HeadwiseError
 from headwise.frames import frame
 from headwise.progress import Progress, silent, stage
-from headwise.sheets import sheets_html
+from headwise.tables import tables_html
 from headwise.values import plain_fields, to_plain
 
 if TYPE_CHECKING:
@@ -81,9 +81,9 @@ class Survey:
         return frame([row.to_json() for row in self.rows])
 
     def _repr_html_(self) -> str:
-        from headwise.diagnosis.view import survey_sheet
+        from headwise.diagnosis.view import survey_table
 
-        return sheets_html([survey_sheet(self)])
+        return tables_html([survey_table(self)])
 
 
 def survey(

@@ -23,7 +23,7 @@ from headwise.heads import Head
 from headwise.intervals import Interval
 from headwise.models.values import ModelInfo
 from headwise.provenance import Decisions, TextInfo
-from headwise.sheets import Sheet, sheet, sheets_html
+from headwise.tables import Table, table, tables_html
 from headwise.values import Finite, from_plain, plain_fields, to_plain
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class Triage:
         own = {str(name): self.of_class(name) for name in TRIAGE_CLASSES}
         return {**self.diagnosis.head_sets(), **own}
 
-    def sheets(self) -> list[Sheet]:
+    def tables(self) -> list[Table]:
         """One row per head: class, the four costs, and how many documents it took."""
         columns = ("head", "class", "zero", "mean", "unsink", "release", "by", "documents")
         rows = [
@@ -163,10 +163,10 @@ class Triage:
             for name, h in self.heads.items()
         ]
         title = f"change of loss, nats per token (95% interval): {self.model.id}"
-        return [sheet(title, columns, rows)]
+        return [table(title, columns, rows)]
 
     def _repr_html_(self) -> str:
-        return sheets_html(self.sheets())
+        return tables_html(self.tables())
 
     def to_frame(self) -> pd.DataFrame:
         """One row per judged head: class, documents, and every cost with its interval."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headwise.heads import Head, format_indices
-from headwise.sheets import Sheet, sheet
+from headwise.tables import Table, table
 
 if TYPE_CHECKING:
     from headwise.diagnosis.survey import Survey
@@ -67,7 +67,7 @@ def _html_cell(maps: Mapping[str, np.ndarray], row: int, head: Head, label: str)
     )
 
 
-def diagnosis_sheet(diagnosis: Diagnosis) -> Sheet:
+def diagnosis_table(diagnosis: Diagnosis) -> Table:
     """The counts and what they depend on."""
     counts, sweep = diagnosis.counts, diagnosis.threshold_sweep
     rows = [
@@ -84,10 +84,10 @@ def diagnosis_sheet(diagnosis: Diagnosis) -> Sheet:
         rows.append((f"Gu's sink rate (mass > {rate.epsilon})", f"{rate.value:.1%}"))
     if diagnosis.mlp_dormancy:
         rows.append(("dormant MLP neurons", f"{diagnosis.mlp_dormancy.share:.2%}"))
-    return sheet(diagnosis.model.short_name, ("heads", "count"), rows)
+    return table(diagnosis.model.short_name, ("heads", "count"), rows)
 
 
-def triage_sheet(found: Triage) -> Sheet:
+def triage_table(found: Triage) -> Table:
     """The costs of every judged head in 80 columns: marks instead of intervals."""
     columns = ("head", "class", "zero", "mean", "unsink", "release", "by", "texts")
     rows = [
@@ -101,7 +101,7 @@ def triage_sheet(found: Triage) -> Sheet:
         for name, head in found.heads.items()
     ]
     title = f"{found.model.short_name}: change of loss, nats per token"
-    return sheet(
+    return table(
         f"{title}\n(* the 95% interval leaves out 0; intervals: triage.json)", columns, rows
     )
 
@@ -114,7 +114,7 @@ def _marked(cost: Interval | None) -> str:
     return f"{cost.value:+.{digits}f}" + "*" * (cost.low > 0 or cost.high < 0)
 
 
-def survey_sheet(found: Survey) -> Sheet:
+def survey_table(found: Survey) -> Table:
     """The cross-scale table (paper Table 1, layer shares computed rightly)."""
     columns = ("model", "weights", "heads", "sick", "band", "layers sick in band", "slope~sick")
     rows = []
@@ -133,4 +133,4 @@ def survey_sheet(found: Survey) -> Sheet:
             )
         )
     how = list(dict.fromkeys(row.read for row in found.rows if row.read))
-    return sheet("survey" + f" ({'; '.join(how)})" * bool(how), columns, rows)
+    return table("survey" + f" ({'; '.join(how)})" * bool(how), columns, rows)

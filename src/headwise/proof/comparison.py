@@ -20,8 +20,8 @@ from headwise.proof.evaluation import Recovery
 from headwise.proof.trajectories import ColumnTrend, TwoPhenomena
 from headwise.proof.zones import Drift, Transitions
 from headwise.provenance import Provenance
-from headwise.sheets import sheets_html
 from headwise.surgery.plan import SurgeryPlan
+from headwise.tables import tables_html
 from headwise.values import Finite, HeadArray, from_plain, plain_fields
 
 if TYPE_CHECKING:
@@ -107,9 +107,9 @@ class Comparison:
         return buffer.getvalue()
 
     def _repr_html_(self) -> str:
-        from headwise.proof.view import comparison_sheets
+        from headwise.proof.view import comparison_tables
 
-        return sheets_html(comparison_sheets(self))
+        return tables_html(comparison_tables(self))
 
     def save(self, path: Path) -> Path:
         """Write `comparison.json`."""

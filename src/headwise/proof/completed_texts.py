@@ -20,7 +20,7 @@ from headwise.bundled import DATA
 from headwise.errors import ArtefactError, TextError
 from headwise.frames import frame
 from headwise.models.values import ModelInfo
-from headwise.sheets import sheets_html
+from headwise.tables import tables_html
 from headwise.values import OMITTED, from_plain, plain_fields, to_plain
 
 if TYPE_CHECKING:
@@ -174,9 +174,9 @@ class Completions:
         )
 
     def _repr_html_(self) -> str:
-        from headwise.proof.view import completions_sheet
+        from headwise.proof.view import completions_table
 
-        return sheets_html([completions_sheet(self)])
+        return tables_html([completions_table(self)])
 
     def save(self, path: Path) -> Path:
         """Write `completions.json`."""

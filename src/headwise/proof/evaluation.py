@@ -19,7 +19,7 @@ from headwise.heads import JOINT, Head
 from headwise.intervals import Interval
 from headwise.models.values import ModelInfo, PatchInfo
 from headwise.provenance import Decisions, TextInfo
-from headwise.sheets import sheets_html
+from headwise.tables import tables_html
 from headwise.values import OMITTED, Empty, Finite, HeadArray, from_plain, plain_fields, to_plain
 
 if TYPE_CHECKING:
@@ -198,9 +198,9 @@ class Evaluation:
         )
 
     def _repr_html_(self) -> str:
-        from headwise.proof.view import evaluation_sheets
+        from headwise.proof.view import evaluation_tables
 
-        return sheets_html(evaluation_sheets(self))
+        return tables_html(evaluation_tables(self))
 
     def save(self, path: Path) -> Path:
         """Write `evaluation.json`."""

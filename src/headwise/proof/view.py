@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headwise.heads import JOINT
-from headwise.sheets import Sheet, sheet
+from headwise.tables import Table, table
 
 if TYPE_CHECKING:
     from headwise.proof.comparison import Comparison
@@ -15,29 +15,29 @@ if TYPE_CHECKING:
 _MOST = 8  # heads shown, those that matter most
 
 
-def evaluation_sheets(found: Evaluation) -> list[Sheet]:
+def evaluation_tables(found: Evaluation) -> list[Table]:
     """Perplexities, and the heads that matter most."""
     losses = [
         (name, entry.documents, entry.predicted_tokens, entry.perplexity)
         for name, entry in found.text_sets.items()
     ]
-    sheets = [sheet("perplexity (95% interval)", ("texts", "documents", "tokens", "ppl"), losses)]
+    tables = [table("perplexity (95% interval)", ("texts", "documents", "tokens", "ppl"), losses)]
     costs = found.heads.ablation_zero
     order = sorted(costs, key=lambda name: -costs[name].value)
     named = [name for name in order if name.startswith(JOINT)]
     named += [name for name in order if not name.startswith(JOINT)][:_MOST]
     if named:
         rows = [(name, costs[name].interval) for name in named]
-        sheets.append(sheet("loss without the head (nats per token)", ("head", "change"), rows))
+        tables.append(table("loss without the head (nats per token)", ("head", "change"), rows))
     if found.recovery:
         keys = ("operated", "was_sick", "not_sick", "judged", "functional", "harmed")
         columns = ("operated", "sick in stock", "not sick now", "judged", "recovered", "harmed")
         row = [getattr(found.recovery, key) for key in keys]
-        sheets.append(sheet("recovery", columns, [row]))
-    return sheets
+        tables.append(table("recovery", columns, [row]))
+    return tables
 
 
-def comparison_sheets(found: Comparison) -> list[Sheet]:
+def comparison_tables(found: Comparison) -> list[Table]:
     """Class counts, drift by zone and paired losses."""
     moves = found.transitions
     before, after = moves.counts_before, moves.counts_after
@@ -47,22 +47,22 @@ def comparison_sheets(found: Comparison) -> list[Sheet]:
         ("self-healed (healed untreated)", len(moves.self_healed)),
         ("treated, no longer sick", len(moves.treated_no_longer_sick)),
     ]
-    sheets = [
-        sheet("heads", ("class", "before", "after"), counts),
-        sheet("transitions", ("", "heads"), silent),
-        _drift_sheet(found),
+    tables = [
+        table("heads", ("class", "before", "after"), counts),
+        table("transitions", ("", "heads"), silent),
+        _drift_table(found),
     ]
     losses = [(name, entry.difference, entry.verdict) for name, entry in found.losses.items()]
     if losses:
         columns = ("texts", "nats per token", "verdict")
-        sheets.append(sheet("loss after - before, paired", columns, losses))
+        tables.append(table("loss after - before, paired", columns, losses))
     if found.plasticity:
         moved = list(found.plasticity.mean_delta.items())
-        sheets.append(sheet("change of plasticity", ("zone", "mean change"), moved))
-    return sheets
+        tables.append(table("change of plasticity", ("zone", "mean change"), moved))
+    return tables
 
 
-def _drift_sheet(found: Comparison) -> Sheet:
+def _drift_table(found: Comparison) -> Table:
     drifts = {zone: getattr(found.drift, zone) for zone in ("operated", "watched", "outside")}
     rows = [
         (
@@ -76,12 +76,12 @@ def _drift_sheet(found: Comparison) -> Sheet:
         for zone, d in drifts.items()
     ]
     columns = ("zone", "heads", "movable", "|change| > 0.05", "mean |change|", "worst")
-    return sheet("drift of first-token mass", columns, rows)
+    return table("drift of first-token mass", columns, rows)
 
 
-def completions_sheet(found: Completions) -> Sheet:
+def completions_table(found: Completions) -> Table:
     """The measures of every condition, as means over all prompts."""
     columns = ("condition", "words", "distinct-2", "repetition", "markup")
     keys = ("words", "distinct_2", "repetition", "markup_share")
     rows = [(name, *(s["all"][key] for key in keys)) for name, s in found.summary().items()]
-    return sheet("completions", columns, rows)
+    return table("completions", columns, rows)

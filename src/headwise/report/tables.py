@@ -14,31 +14,13 @@ from pathlib import Path
 
 from headwise.artefacts import write_text
 from headwise.intervals import Interval
+from headwise.tables import Column
 
 OURS, PAPER, RECOUNTED = "this study", "paper", "published map, recounted"
 PPL, LOSS, SHARE = ".4g", "+.4f", ".1%"  # formats of numbers
 
 
 Entry = str | int | float | Interval | None  # of a table
-
-
-@dataclass(frozen=True)
-class Column:
-    """A heading and the format of its numbers (as in an f-string)."""
-
-    name: str
-    form: str = ""
-
-    def text(self, entry: Entry) -> str:
-        """One entry for people."""
-        if entry is None:
-            return ""
-        if isinstance(entry, Interval):
-            low, high = self.text(entry.low), self.text(entry.high)
-            return f"{self.text(entry.value)} ({low} to {high})"
-        if isinstance(entry, str):
-            return entry
-        return format(entry, self.form) if self.form else f"{entry:,}"
 
 
 @dataclass(frozen=True)

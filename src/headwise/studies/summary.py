@@ -18,8 +18,8 @@ from headwise.frames import frame
 from headwise.heads import JOINT
 from headwise.intervals import Interval, mean_interval
 from headwise.proof.evaluation import Evaluation, HeadCost, Recovery
-from headwise.sheets import sheet, sheets_html
 from headwise.studies.study import Study
+from headwise.tables import table, tables_html
 from headwise.values import Finite, from_plain, plain_fields
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class StudySummary:
             for text, difference in found.items()
         ]
         title = f"{self.study}: loss against stock, nats per token"
-        return sheets_html([sheet(title, ("arm", "texts", "difference"), rows)])
+        return tables_html([table(title, ("arm", "texts", "difference"), rows)])
 
     def to_frame(self) -> pd.DataFrame:
         """One row per arm and text set: the paired change of loss from stock (needs pandas)."""

@@ -25,7 +25,7 @@ from headwise.frames import frame
 from headwise.heads import Head, format_heads, named_ranges, select_heads
 from headwise.models.values import ModelInfo, PatchInfo, model_name
 from headwise.settings import changed, read_yaml, validated
-from headwise.sheets import Sheet, sheet, sheets_html
+from headwise.tables import Table, table, tables_html
 from headwise.values import MOST_HEADS, Count, Empty
 
 if TYPE_CHECKING:
@@ -162,13 +162,13 @@ class SurgeryPlan(BaseModel):
             self.target_heads, self.model.num_heads // self.model.num_kv_heads, self.kv_policy
         )
 
-    def sheet(self) -> Sheet:
+    def table(self) -> Table:
         """Targets, watched heads and what the plan would train."""
         named = (("targets", self.targets), ("watched", self.watched))
         rows = [(name, heads.replace(",", ", ")) for name, heads in named]  # lines break at blanks
         told = {} if self.summary is None else self.summary.told
         kept = [(name, value) for name, value in [*rows, *told.items()] if value]
-        return sheet(f"plan for {model_name(self.model.id)}", ("", ""), kept)
+        return table(f"plan for {model_name(self.model.id)}", ("", ""), kept)
 
     def to_frame(self) -> pd.DataFrame:
         """One row per target or watched head (needs pandas)."""
@@ -181,7 +181,7 @@ class SurgeryPlan(BaseModel):
         )
 
     def _repr_html_(self) -> str:
-        return sheets_html([self.sheet()])
+        return tables_html([self.table()])
 
     def save(self, path: Path) -> Path:
         """Write `plan.yaml`."""
