@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from filmed import film_in
@@ -21,12 +22,11 @@ from headwise.intervals import Interval
 from headwise.report import write as report
 from headwise.report.effect import Effect
 from headwise.report.page import visible
-from headwise.report.paper.losses import against_stock
 from headwise.report.payload import page_payload
 from headwise.report.recovered import Recovered
-from headwise.report.source import read_source
-from headwise.report.tables import Column, make_table, to_csv, to_markdown
+from headwise.report.source import read_source, stock_of
 from headwise.report.verdict import judge
+from headwise.tables import table as table_of
 from headwise.therapy.record import Therapy
 from reportstudy import EVIL, build_study, diagnosis_of, stock_mass, triage_of
 
@@ -39,12 +39,12 @@ def study(tmp_path_factory):
 @pytest.fixture
 def no_figures(monkeypatch):
     """Figures take most of the time and are tested on their own."""
-    monkeypatch.setattr(report, "_write_figures", lambda source, folder: [])
+    monkeypatch.setattr(report, "_draw", lambda source, folder, paper: [])
 
 
 @pytest.fixture(scope="module")
 def tables(study):
-    return {table.number: table for table in report.paper_tables(read_source(study))}
+    return dict(enumerate(report.report_tables(read_source(study), paper=True), 1))
 
 
 def interval_of(body):
@@ -54,7 +54,7 @@ def interval_of(body):
 def rows_of(table, **match):
     """Rows as {column: cell}, those where every given cell is the given one."""
     names = [column.name for column in table.columns]
-    rows = [dict(zip(names, row, strict=True)) for row in table.rows]
+    rows = [dict(zip(names, row, strict=True)) for row in table.all_rows]
     return [row for row in rows if all(row[key] == value for key, value in match.items())]
 
 
@@ -65,10 +65,44 @@ def read(path):
 def test_every_table_has_rows_of_this_study_and_of_the_paper(tables):
     assert sorted(tables) == list(range(1, 11))
     for number, table in tables.items():
-        assert not table.missing, number
-        assert any(not table.is_paper(row) for row in table.rows), number
-        assert number == 1 or any(table.is_paper(row) for row in table.rows), number
+        assert table.rows, number
+        assert table.published, number
         assert table.notes, number
+
+
+def test_an_arm_called_paper_is_an_arm(study):
+    source = read_source(study)
+    runs = tuple(replace(c, arm="paper") if c.arm == "sham" else c for c in source.runs)
+    tables = report.report_tables(replace(source, runs=runs, summary=None), paper=False)
+    arms = next(table for table in tables if table.key.endswith("arms"))
+    assert rows_of(arms, arm="paper")
+
+
+def test_tables_are_numbered_without_holes_and_name_the_paper_only_beside_a_bloom(study, tmp_path):
+    (tmp_path / "stock").mkdir()
+    shutil.copy(study / "stock" / "diagnosis.json", tmp_path / "stock")
+    source = read_source(tmp_path / "stock")
+    tables = report.report_tables(source, paper=False)
+    assert [table.key[5:7] for table in tables] == [f"{n:02d}" for n in range(1, len(tables) + 1)]
+    assert not any("paper" in table.to_markdown() for table in tables)
+    assert "over model sizes" not in tables[0].title
+
+
+def test_stock_that_a_comparison_gives_back_counts_learned_sinks(study):
+    """A head that gives its mass to a learned sink is as sick as one that gives it to token 0."""
+    source = read_source(study / "runs" / "sham-s0")
+    run = source.runs[0]
+    share = np.zeros(run.diagnosis.model.shape)
+    share[0, 0] = 0.9
+    maps = {**run.diagnosis.maps, "learned_sink_share": share}
+    delta = {**run.comparison.delta, "learned_sink_share": 0 * share}
+    after = replace(
+        run,
+        diagnosis=replace(run.diagnosis, maps=maps),
+        comparison=replace(run.comparison, delta=delta),
+    )
+    assert source.stock.diagnosis.classes[0][0] == "healthy"
+    assert stock_of(after).diagnosis.classes[0][0] in ("sink", "dead")
 
 
 def test_counts_and_perplexities_are_those_of_the_artefacts(tables, study):
@@ -146,10 +180,11 @@ def test_the_cross_scale_rows_are_those_of_the_survey(tables):
     from headwise.diagnosis.bloom_maps import published_diagnoses
 
     survey = survey_of([*published_diagnoses(), diagnosis_of(stock_mass())])
-    for ours, told in zip(rows_of(tables[1]), survey.rows, strict=True):
-        assert ours["sick heads"] == told.sick
-        assert ours["layers sick in band, lowest"] == pytest.approx(told.band_layer_share_min)
-        assert ours["slope ~ sick (Spearman)"] == pytest.approx(told.spearman_slope_sick_share)
+    ours, *published = rows_of(tables[1])
+    for row, told in zip([*published, ours], survey.rows, strict=True):
+        assert row["sick heads"] == told.sick
+        assert row["layers sick in band, lowest"] == pytest.approx(told.band_layer_share_min)
+        assert row["slope ~ sick (Spearman)"] == pytest.approx(told.spearman_slope_sick_share)
 
 
 def test_the_verdict_says_plainly_that_plain_training_did_better(study):
@@ -236,9 +271,9 @@ def test_tables_are_written_as_markdown_and_csv(study, tmp_path, no_figures):
 
 
 def test_a_cell_cannot_break_out_of_its_table():
-    table = make_table(1, "x", "x", ["name", Column("n", ".1f")], [["a|b\nc", 1.0], ["=1+1", None]])
-    assert "a\\|b c" in to_markdown(table)
-    assert "'=1+1" in to_csv(table)
+    table = table_of("x", "name; n [.1f]", [["a|b\nc", 1.0], ["=1+1", None]])
+    assert "a\\|b c" in table.to_markdown()
+    assert "'=1+1" in table.to_csv()
 
 
 def test_all_figures_are_drawn_in_three_formats(study, tmp_path):
@@ -293,7 +328,7 @@ def test_a_single_run_has_a_report(study, tmp_path, no_figures):
     assert source.stock.diagnosis.classes == stock.diagnosis.classes
     assert source.stock.maps["first_token_mass"] == pytest.approx(stock.maps["first_token_mass"])
     paired = read(run / "comparison.json")["losses"]["heldout"]["difference"]
-    assert against_stock(source, "gradient-only") == interval_of(paired)
+    assert source.against_stock("gradient-only") == interval_of(paired)
 
 
 def test_a_run_of_auto_goes_by_that_name_and_says_what_triage_found(study, tmp_path, no_figures):
@@ -347,7 +382,7 @@ def test_a_cut_off_line_file_is_a_clear_error(study, tmp_path):
 def test_tables_and_page_are_made_without_torch(study, tmp_path):
     code = (
         "import sys; from pathlib import Path; from headwise.report import write as report;"
-        "report._write_figures = lambda source, folder: [];"
+        "report._draw = lambda source, folder, paper: [];"
         "report.write_report(Path(sys.argv[1]), Path(sys.argv[2]));"
         "assert 'torch' not in sys.modules"
     )
@@ -394,7 +429,7 @@ def test_a_bare_diagnosis_of_another_family_has_no_empty_columns_and_no_figures(
     maps = {name: value for name, value in found.maps.items() if name != "slope"}
     replace(found, model=model, maps=maps).save(tmp_path / "diagnosis.json")
     page = report.write_report(tmp_path, tmp_path / "report").read_text()
-    tables = report.own_tables(read_source(tmp_path))
+    tables = report.report_tables(read_source(tmp_path), paper=False)
     names = {column.name for table in tables for column in table.columns}
     assert "sick heads" in names
     assert not {"band", "source", "paper: sick", "held-out ppl"} & names

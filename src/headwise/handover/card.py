@@ -6,7 +6,6 @@ from pathlib import Path
 
 from headwise.artefacts import versions
 from headwise.report.finding import Verdict
-from headwise.report.paper.losses import against_stock
 from headwise.report.source import Source, read_source
 from headwise.report.verdict import judge, main_run
 
@@ -53,7 +52,7 @@ def _controls(source: Source) -> list[str]:
     rows = [
         f"| {arm} | {change.value:+.4f} | {change.low:+.4f} to {change.high:+.4f} |"
         for arm in source.arms()
-        if (change := against_stock(source, arm)) is not None
+        if (change := source.against_stock(arm)) is not None
     ]
     title = "## Held-out loss against stock, and its controls"
     if not rows:

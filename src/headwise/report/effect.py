@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import exp
 
-from headwise.report.paper.losses import against_stock
 from headwise.report.source import Condition, Source
 
 
@@ -66,7 +65,7 @@ def _percent(share: float) -> str:
 
 def effect_of(source: Source, main: Condition) -> Effect | None:
     """The effect of an arm on the judged text set; None before it was evaluated."""
-    change, name = against_stock(source, main.arm), source.judged_set
+    change, name = source.against_stock(main.arm), source.judged_set
     stock = None if source.stock is None or name is None else source.stock.text_sets.get(name)
     if change is None or stock is None:
         return None

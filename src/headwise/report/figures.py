@@ -23,8 +23,7 @@ from headwise.drawing import (
     new_figure,
     save_figure,
 )
-from headwise.report.paper.drift import cascade
-from headwise.report.paper.losses import against_stock
+from headwise.report.drift import cascade
 from headwise.report.source import MASS, Condition, Source
 
 
@@ -69,7 +68,7 @@ def overview(source: Source | None) -> Figure | None:
     for axes, condition in zip(grid, shown, strict=True):
         mass = condition.maps[MASS]
         image = draw_map(axes, mass, Normalize(0, 1), MASS_COLOURS)
-        change = against_stock(source, condition.arm) if condition.run else None
+        change = source.against_stock(condition.arm) if condition.run else None
         told = "" if change is None else f"loss {change.value:+.3f}, ".replace("-0.000", "0.000")
         axes.set_title(f"{condition.arm}\n{told}{int((mass > 0.5).sum())} sick", loc="left")
     figure.colorbar(image, ax=grid, label="first-token mass", fraction=0.05)
@@ -126,7 +125,7 @@ def plasticity_maps(source: Source | None) -> Figure | None:
     return figure
 
 
-MORE_FIGURES = {
+FIGURES = {
     "overview": ("Head maps of all arms, with the change of held-out loss", overview),
     "trajectories": ("First-token mass of the operated heads over steps", trajectories),
     "cascade": ("Untouched heads that moved, by step", cascade_counts),

@@ -21,12 +21,11 @@ from headwise.proof.completed_texts import Completions
 from headwise.provenance import Provenance
 from headwise.report.effect import effect_of
 from headwise.report.finding import Verdict
-from headwise.report.paper.losses import against_stock
 from headwise.report.payload import as_script, page_payload
 from headwise.report.recovered import recovered
 from headwise.report.source import Source
-from headwise.report.tables import Column, Entry, Table, make_table
 from headwise.report.verdict import main_run
+from headwise.tables import Table, table
 from headwise.values import to_plain
 
 ASSETS = DATA / "report"
@@ -34,125 +33,29 @@ SCRIPTS = ("sheets.js", "heads.js", "detail.js")  # one function of several file
 
 
 @dataclass(frozen=True)
-class Fact:
-    """A name and a value of the page's head or foot; a card has a note besides."""
-
-    name: str
-    value: str
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class ForestRow:
-    """One arm's change of loss, its places in percent of the axis."""
-
-    name: str
-    main: bool
-    tone: str
-    value: float
-    low: float
-    width: float
-    text: str
-    extra: str
-
-
-@dataclass(frozen=True)
-class Forest:
-    """All arms on one axis."""
-
-    rows: tuple[ForestRow, ...]
-    zero: float
-
-
-@dataclass(frozen=True)
-class SheetEntry:
-    """One place of a table as the page prints it."""
-
-    text: str
-    interval: str
-    sort: str | None
-    numeric: bool
-
-
-@dataclass(frozen=True)
-class SheetRow:
-    """One row; printed rows of the paper are marked."""
-
-    paper: bool
-    cells: tuple[SheetEntry, ...]
-
-
-@dataclass(frozen=True)
-class SheetColumn:
-    """A heading."""
-
-    name: str
-    numeric: bool
-
-
-@dataclass(frozen=True)
-class Sheet:
-    """A table as the template wants it."""
+class Picture:
+    """One figure as PNGs for light and dark pages."""
 
     key: str
-    number: int
     title: str
     notes: tuple[str, ...]
-    missing: str
-    columns: tuple[SheetColumn, ...]
-    rows: tuple[SheetRow, ...]
+    light: bytes = field(repr=False)
+    dark: bytes = field(repr=False)
 
-
-@dataclass(frozen=True)
-class Answer:
-    """What one condition made of a prompt."""
-
-    name: str
-    text: str
-
-
-@dataclass(frozen=True)
-class AskedPrompt:
-    """One prompt with its answers."""
-
-    text: str
-    category: str
-    answers: tuple[Answer, ...]
-
-
-@dataclass(frozen=True)
-class CompletionSection:
-    """The completions of the page."""
-
-    prompts: tuple[AskedPrompt, ...]
-    summary: Sheet
-    table: Table
-    temperature: float
-    top_p: float
-
-
-@dataclass(frozen=True)
-class Plate:
-    """One figure: its PNG for light and dark pages, with the size so that nothing jumps."""
-
-    key: str
-    name: str
-    title: str
-    notes: tuple[str, ...] = ()
-    missing: str = ""
-    image: str = field(default="", repr=False)
-    dark: str = field(default="", repr=False)
-    width: int = 0
-    height: int = 0
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height on the page, so that nothing jumps; PNGs have twice the pixels."""
+        width, height = struct.unpack(">II", self.light[16:24])  # the PNG header
+        return width // 2, height // 2
 
 
 def render_page(
     source: Source,
     verdict: Verdict,
     tables: Sequence[Table],
-    figures: Sequence[Plate],
+    pictures: Sequence[Picture],
     *,
-    paper: bool = True,
+    paper: bool,
 ) -> str:
     """The whole page as text."""
     environment = Environment(
@@ -162,28 +65,32 @@ def render_page(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    completions = None if source.completions is None else _section(source, source.completions)
-    carried = list(tables) + ([completions.table] if completions else [])
-    payload = page_payload(source, carried)
+    environment.filters |= {
+        "visible": visible,
+        "base64": lambda raw: base64.b64encode(raw).decode(),
+    }
+    asked = source.completions
+    completions = None if asked is None or not asked.conditions else asked
+    names = [] if completions is None else _ordered(completions, source.arms())
+    summary = None if completions is None else _completion_table(completions, names)
+    payload = page_payload(source, [*tables, *([summary] if summary else [])])
+    main = main_run(source)
     return environment.get_template("template.html.j2").render(
-        page={
-            "title": f"{source.name}: {source.model_name}",
-            "kind": source.kind,
-            "name": source.name,
-            "model": source.model_name,
-            "judged": source.judged_set or "",
-            "has_grid": bool(payload["conditions"]),
-            "several": len(payload["conditions"]) > 1 or bool(source.runs),
-            "paper": paper,
-        },
+        source=source,
+        paper=paper,
+        has_grid=bool(payload["conditions"]),
+        several=len(payload["conditions"]) > 1 or bool(source.runs),
         css=_asset("report.css"),
         js=Markup("\n").join(_asset(name) for name in SCRIPTS),
         verdict=verdict,
         cards=_cards(source),
-        forest=_forest(source),
-        tables=[_sheet(table) for table in tables],
+        main_arm="" if main is None else main.arm,
+        changes=_changes(source),
+        tables=tables,
         completions=completions,
-        figures=figures,
+        condition_names=names,
+        completion_table=summary,
+        pictures=pictures,
         facts=_facts(source),
         payload=as_script(payload),
     )
@@ -194,116 +101,57 @@ def _asset(name: str) -> Markup:
     return Markup((ASSETS / name).read_text(encoding="utf-8"))
 
 
-def _cards(source: Source) -> list[Fact]:
-    """The few numbers one remembers."""
+def _cards(source: Source) -> list[tuple[str, str, str]]:
+    """The few numbers one remembers: name, value and a note each."""
     cards = []
     stock, main = source.stock, main_run(source)
     if stock is not None and stock.diagnosis is not None:
         counts = stock.diagnosis.counts
         note = f"{counts['dead']} dead, {counts['sink']} sinks"
-        cards.append(Fact("sick heads in stock", f"{counts['sick']} of {counts['total']}", note))
+        cards.append(("sick heads in stock", f"{counts['sick']} of {counts['total']}", note))
     if main is None:
         return cards
     if main.diagnosis is not None:
         counts = main.diagnosis.counts
         told = f"{counts['sick']} of {counts['total']}"
-        cards.append(Fact(f"sick after {main.arm}", told, "by first-token mass alone"))
+        cards.append((f"sick after {main.arm}", told, "by first-token mass alone"))
     found = recovered(source, main.arm)
     if found:
         note = "not sick, and ablating them costs loss"
-        cards.append(Fact("functionally recovered", str(found), note))
-    change = against_stock(source, main.arm)
+        cards.append(("functionally recovered", str(found), note))
+    change = source.against_stock(main.arm)
     if change is not None:
         note = f"{change.low:+.4f} to {change.high:+.4f} nats per token"
-        cards.append(Fact("held-out loss", f"{change.value:+.4f}", note))
+        cards.append(("held-out loss", f"{change.value:+.4f}", note))
     effect = effect_of(source, main)
     if effect is not None:
         told = f"{effect.perplexity_change:+.2%}"
-        cards.append(Fact("perplexity", told, effect.perplexities))
+        cards.append(("perplexity", told, effect.perplexities))
     return cards
 
 
-def _forest(source: Source) -> Forest | None:
-    """Positions in percent of every arm's change of loss with its interval."""
-    main = main_run(source)
-    found = [(arm, change) for arm in source.arms() if (change := against_stock(source, arm))]
-    if not found or main is None:
-        return None
-    low = min(0.0, *(change.low for _, change in found))
-    high = max(0.0, *(change.high for _, change in found))
-    margin = 0.06 * (high - low or 1.0)
-    low, high = low - margin, high + margin
+def _changes(source: Source) -> list[tuple[str, Interval, str]]:
+    """Every arm's change of loss, and how many of its heads recovered."""
+    changes = [(arm, source.against_stock(arm)) for arm in source.arms()]
+    counts = {arm: recovered(source, arm) for arm in source.arms()}
+    functional = {arm: f"{c} heads functional" for arm, c in counts.items() if c and c.tested}
+    return [(arm, change, functional.get(arm, "")) for arm, change in changes if change]
 
-    def place(value: float) -> float:
-        return round(100 * (value - low) / (high - low), 2)
 
-    rows = tuple(
-        ForestRow(
-            arm,
-            arm == main.arm,
-            "good" if change.high < 0 else "bad" if change.low > 0 else "plain",
-            place(change.value),
-            place(change.low),
-            round(place(change.high) - place(change.low), 2),
-            f"{change.value:+.4f} ({change.low:+.4f} to {change.high:+.4f})",
-            f"{count} heads functional"
-            if (count := recovered(source, arm)) and count.tested
-            else "",
-        )
-        for arm, change in found
+def _ordered(completions: Completions, arms: Sequence[str]) -> list[str]:
+    """Conditions of the completions: stock, then the arms as they stand elsewhere."""
+    order = ["stock", *arms]
+    return sorted(
+        completions.conditions, key=lambda n: (order.index(n) if n in order else len(order), n)
     )
-    return Forest(rows, place(0.0))
 
 
-def _sheet(table: Table) -> Sheet:
-    pairs = [(column, table.numeric(i)) for i, column in enumerate(table.columns)]
-    rows = tuple(
-        SheetRow(
-            table.is_paper(row),
-            tuple(_entry(c, entry, n) for (c, n), entry in zip(pairs, row, strict=True)),
-        )
-        for row in table.rows
-    )
-    columns = tuple(SheetColumn(column.name, number) for column, number in pairs)
-    return Sheet(table.key, table.number, table.title, table.notes, table.missing, columns, rows)
-
-
-def _entry(column: Column, entry: Entry, numeric: bool) -> SheetEntry:
-    interval, sort = "", None
-    if isinstance(entry, Interval):
-        interval = f"({column.text(entry.low)} to {column.text(entry.high)})"
-        entry = entry.value
-    if isinstance(entry, (int, float)):
-        sort = repr(entry)
-    return SheetEntry(column.text(entry), interval, sort, numeric)
-
-
-def _section(source: Source, found: Completions) -> CompletionSection | None:
-    if not found.conditions:
-        return None
-    order = ["stock", *source.arms()]
-    names = sorted(found.conditions, key=lambda n: (order.index(n) if n in order else 99, n))
-    prompts = tuple(
-        AskedPrompt(
-            visible(row.prompt.text),
-            row.prompt.category,
-            tuple(Answer(n, visible(found.conditions[n][place].text)) for n in names),
-        )
-        for place, row in enumerate(found.conditions[names[0]])
-    )
-    table = _completion_table(found, names)
-    sampling = found.sampling
-    return CompletionSection(prompts, _sheet(table), table, sampling.temperature, sampling.top_p)
-
-
-def _completion_table(found: Completions, names: Sequence[str]) -> Table:
-    summary = found.summary()
+def _completion_table(completions: Completions, names: Sequence[str]) -> Table:
+    summary = completions.summary()
     measures = list(summary[names[0]]["all"])
-    columns = [Column("condition"), *(Column(name.replace("_", " "), ".3f") for name in measures)]
-    rows: list[list[Entry]] = [
-        [name, *(summary[name]["all"][m] for m in measures)] for name in names
-    ]
-    return make_table(0, "completions", "Measures of the completions", columns, rows)
+    columns = "; ".join(["condition", *(f"{m.replace('_', ' ')} [.3f]" for m in measures)])
+    rows = [[name, *(summary[name]["all"][m] for m in measures)] for name in names]
+    return table("Measures of the completions", columns, rows, key="completions")
 
 
 def visible(text: str) -> str:
@@ -312,7 +160,7 @@ def visible(text: str) -> str:
     return text.translate({**shown, 0x7F: 0x2421})
 
 
-def _facts(source: Source) -> list[Fact]:
+def _facts(source: Source) -> dict[str, str]:
     facts = {"folder": source.folder.name, "model": source.model_id, **_model_facts(source.model)}
     for condition in source.conditions[:1]:
         if condition.diagnosis is not None:
@@ -325,7 +173,7 @@ def _facts(source: Source) -> list[Fact]:
             facts["weight fingerprint"] = main.run.fingerprint
         facts["plan"] = f"{main.run.plan.targets} ({main.run.plan.selection})"
         facts["recipe"] = _pairs(main.run.recipe)
-    return [Fact(name, value) for name, value in facts.items() if value]
+    return {name: value for name, value in facts.items() if value}
 
 
 def _model_facts(model: ModelInfo | None) -> dict[str, str]:
@@ -352,20 +200,3 @@ def _measurement_facts(found: Provenance) -> dict[str, str]:
 
 def _pairs(value: object) -> str:
     return "" if value is None else ", ".join(f"{k} {v}" for k, v in to_plain(value).items())
-
-
-def plate(
-    key: str,
-    name: str,
-    title: str,
-    pictures: tuple[bytes, bytes] | None,
-    *,
-    notes: Sequence[str],
-    missing: str,
-) -> Plate:
-    """One figure of the page, as PNGs for light and dark; without them it is words."""
-    if pictures is None:
-        return Plate(key, name, title, tuple(notes), missing)
-    width, height = struct.unpack(">II", pictures[0][16:24])  # the PNG header
-    light, dark = (base64.b64encode(picture).decode() for picture in pictures)
-    return Plate(key, name, title, tuple(notes), missing, light, dark, width // 2, height // 2)

@@ -19,8 +19,8 @@ from headwise.diagnosis.values import CLASSES, Diagnosis
 from headwise.diagnosis.view import TRIAGE_LETTERS
 from headwise.proof.zones import Map
 from headwise.report.source import MASS, Condition, Source
-from headwise.report.tables import Table, to_csv
 from headwise.report.verdict import main_run
+from headwise.tables import Table
 from headwise.values import to_plain
 
 MAX_STEPS = 60
@@ -122,7 +122,7 @@ def page_payload(source: Source, tables: Sequence[Table]) -> dict[str, Any]:
     names = [condition.key for condition, _ in shown]
     layers, heads = shown[0][1].model.shape if shown else (0, 0)
     return {
-        "tables": {table.key: to_csv(table) for table in tables},
+        "tables": {table.key: table.to_csv() for table in tables},
         "layers": layers,
         "numbers": list(shown[0][1].model.layer_numbers) if shown else [],
         "heads": heads,

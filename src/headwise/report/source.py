@@ -7,6 +7,7 @@ What is missing is None or empty, and the tables say so in words.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,7 +16,7 @@ from typing import TypeVar
 
 from headwise.alarms import Alarm, merge_alarms
 from headwise.diagnosis.triage_values import Triage
-from headwise.diagnosis.values import Diagnosis, classify
+from headwise.diagnosis.values import Diagnosis, diagnosis_from
 from headwise.errors import ArtefactError
 from headwise.integrity.checksums import require_run
 from headwise.intervals import Interval
@@ -101,6 +102,12 @@ class Condition:
     def validations(self) -> list[Validation]:
         """Losses on the run's own validation documents."""
         return [row for row in self.trace if isinstance(row, Validation)]
+
+    @property
+    def best_perplexity(self) -> float | None:
+        """The lowest validation perplexity of the run."""
+        losses = [check.loss for check in self.validations]
+        return math.exp(min(losses)) if losses else None
 
     @property
     def steps_taken(self) -> int:
@@ -196,6 +203,33 @@ class Source:
                 texts = condition.diagnosis.provenance.texts
                 told = None if texts is None else texts.name
                 return told if told in names else (names[0] if names else None)
+        return None
+
+    def held_out(self, condition: Condition) -> Interval | None:
+        """Perplexity of a condition on the judged text set."""
+        losses = condition.text_sets.get(self.judged_set or "")
+        return None if losses is None else losses.perplexity
+
+    def against_stock(self, arm: str, text_set: str | None = None) -> Interval | None:
+        """Paired change of held-out loss: over all seeds if summarised, else of the first run."""
+        name = text_set or self.judged_set
+        if name is None:
+            return None
+        if self.summary is not None and arm in self.summary.against_stock:
+            over_seeds = self.summary.against_stock[arm].get(name)
+            return None if over_seeds is None else over_seeds.interval
+        comparison = self.of_arm(arm)[0].comparison
+        paired = None if comparison is None else comparison.losses.get(name)
+        return None if paired is None else paired.difference
+
+    def stock_validation(self, condition: Condition) -> float | None:
+        """Stock's loss on a run's validation text: step 0 of an arm that does not operate."""
+        if condition.run is None:
+            return None
+        for other in self.runs:
+            same = other.run is not None and other.run.corpus == condition.run.corpus
+            if same and other.number == 1 and other.mode in ("gradient-only", "lora"):
+                return next((check.loss for check in other.validations if check.step == 0), None)
         return None
 
 
@@ -318,7 +352,7 @@ def _read_run(folder: Path, before: Path | None, after: Path | None) -> Source:
     if judged is not None:
         condition = replace(condition, diagnosis=judged.diagnosis, evaluation=judged)
     if judged is None or stock_side is None:
-        stock = _before(condition)
+        stock = stock_of(condition)
     else:
         stock = Condition("stock", diagnosis=stock_side.diagnosis, evaluation=stock_side)
         found = condition.comparison or compare(
@@ -342,16 +376,14 @@ def _evaluation(folder: Path, named: Path | None, side: str) -> Evaluation | Non
     return found if ours and fits else None
 
 
-def _before(after: Condition) -> Condition | None:
+def stock_of(after: Condition) -> Condition | None:
     """The stock side of a comparison, got back from the changes it holds."""
     comparison, diagnosis = after.comparison, after.diagnosis
     if comparison is None or diagnosis is None:
         return None
-    maps = {name: diagnosis.maps[name] - delta for name, delta in comparison.delta.items()}
-    stock = Diagnosis(
+    stock = diagnosis_from(
         model=comparison.model,
-        maps=maps,
-        classes=classify(maps[MASS], maps.get("entropy"), diagnosis.thresholds),
+        maps={name: diagnosis.maps[name] - delta for name, delta in comparison.delta.items()},
         thresholds=diagnosis.thresholds,
         provenance=comparison.provenance.before,
     )

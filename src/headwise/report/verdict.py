@@ -14,10 +14,9 @@ from dataclasses import replace
 from headwise.alarms import Alarm
 from headwise.heads import heads_where
 from headwise.intervals import Interval
+from headwise.report.drift import zone_drift
 from headwise.report.effect import effect_of
 from headwise.report.finding import Finding, Tone, Verdict, film_verdict
-from headwise.report.paper.drift import zone_drift
-from headwise.report.paper.losses import against_stock
 from headwise.report.recovered import recovered
 from headwise.report.source import Condition, Source
 
@@ -270,7 +269,7 @@ def _useful_in_stock(source: Source, main: Condition) -> int | None:
 
 
 def _loss(source: Source, main: Condition) -> Finding | None:
-    change = against_stock(source, main.arm)
+    change = source.against_stock(main.arm)
     if change is None:
         return None
     effect = effect_of(source, main)
@@ -285,7 +284,7 @@ def _loss(source: Source, main: Condition) -> Finding | None:
 
 def _elsewhere(source: Source, main: Condition) -> list[tuple[str, Interval]]:
     """The change of loss on the text sets that the verdict does not rest on."""
-    changes = {name: against_stock(source, main.arm, name) for name in main.text_sets}
+    changes = {name: source.against_stock(main.arm, name) for name in main.text_sets}
     return [(name, found) for name, found in changes.items() if found and name != source.judged_set]
 
 
@@ -359,7 +358,7 @@ def _gaps(source: Source) -> Finding | None:
 
 
 def _headline(source: Source, main: Condition) -> tuple[str, Tone]:
-    change = against_stock(source, main.arm)
+    change = source.against_stock(main.arm)
     if main.run is not None and main.run.outcome == "empty":
         return "Leaving the model alone is best: no repair was shown to be better.", "plain"
     if change is None:

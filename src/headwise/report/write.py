@@ -1,7 +1,7 @@
-"""The report: `report.html`, ten tables and seven figures from artefacts alone, never a model.
+"""The report: `report.html`, tables and figures from artefacts alone, never a model.
 
     OUT/report.html           one self-contained page
-    OUT/tables/*.md, *.csv    the paper's ten tables, this study beside the printed values
+    OUT/tables/*.md, *.csv    our tables; of a BLOOM, the paper's rows below them
     OUT/figures/*.png, *.svg, *.pdf
 
 The same artefacts give the same bytes.
@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from headwise.artefacts import write_text
-from headwise.report.page import Plate, plate, render_page
-from headwise.report.paper import drift as drifttables, losses, tables as papertables
+from headwise.report.page import Picture, render_page
+from headwise.report.paper.reference import with_published
 from headwise.report.paper.values import FIGURE_NOTES
 from headwise.report.source import Source, read_source
-from headwise.report.tables import Table, save_tables
+from headwise.report.tables import TABLES
 from headwise.report.verdict import judge
+from headwise.tables import Table
 
-__all__ = ["paper_tables", "published_figures", "write_report"]
+__all__ = ["published_figures", "report_tables", "write_report"]
 
 
 def write_report(
@@ -36,33 +37,28 @@ def write_report(
     """Report on a study, a run, or a folder with a diagnosis; returns the page's path.
 
     `before` and `after` are evaluations that belong to a run, `triage` one of its stock model. The
-    paper's own rows and figures
-    stand beside BLOOM models only, unless `paper` says otherwise.
+    paper's rows and figures stand beside BLOOM models only, unless `paper` says otherwise.
     """
-    out, found = Path(out), read_source(Path(source), before, after, triage)
-    beside = (found.model is None or found.model.model_type == "bloom") if paper is None else paper
-    tables = paper_tables(found) if beside else own_tables(found)
-    save_tables(tables, out / "tables")
-    draw = _write_figures if beside else _write_own_figures
-    figures = draw(found, out / "figures")
-    figures = figures if beside else [figure for figure in figures if figure.image]
-    page = render_page(found, judge(found), tables, figures, paper=beside)
+    out, read = Path(out), read_source(Path(source), before, after, triage)
+    if paper is None:
+        paper = read.model is not None and read.model.model_type == "bloom"
+    tables = report_tables(read, paper=paper)
+    for one in tables:
+        write_text(out / "tables" / f"{one.key}.md", one.to_markdown())
+        write_text(out / "tables" / f"{one.key}.csv", one.to_csv())
+    pictures = _draw(read, out / "figures", paper)
+    page = render_page(read, judge(read), tables, pictures, paper=paper)
     return write_text(out / "report.html", page)
 
 
-def own_tables(source: Source) -> list[Table]:
-    """The tables without the paper's rows, columns and notes: what is of this source."""
-    kept = [
-        replace(table, rows=tuple(row for row in table.rows if table.is_ours(row)), notes=())
-        for table in paper_tables(source)
+def report_tables(source: Source, *, paper: bool) -> list[Table]:
+    """Our tables that have rows, numbered; with `paper` all ten, the published rows below."""
+    ours = [make(source) for make in TABLES]
+    kept = [with_published(t) if paper else t.narrowed() for t in ours if paper or t.rows]
+    return [
+        replace(t, key=f"table{n:02d}_{t.key}", title=f"Table {n}: {t.title}")
+        for n, t in enumerate(kept, 1)
     ]
-    return [table.narrowed() for table in kept if table.rows]
-
-
-def paper_tables(source: Source) -> list[Table]:
-    """Tables 1 to 10, in order."""
-    makers = (*papertables.TABLES, *losses.TABLES, *drifttables.TABLES)
-    return sorted((make(source) for make in makers), key=lambda table: table.number)
 
 
 def published_figures(out: Path) -> list[Path]:
@@ -72,34 +68,26 @@ def published_figures(out: Path) -> list[Path]:
     return draw(out)
 
 
-def _write_figures(source: Source, folder: Path) -> list[Plate]:
-    """Draw and save every figure; one that has no data is an entry with words instead."""
+def _draw(source: Source, folder: Path, paper: bool) -> list[Picture]:
+    """Draw and save every figure that this source has data for."""
     # matplotlib is slow to load: not before it is needed
-    from headwise.report.paper.figures import PAPER_FIGURES
+    from headwise.report.figures import FIGURES
 
-    entries = []
-    for number, (slug, title, draw) in PAPER_FIGURES.items():
-        key = f"figure{number}_{slug}"
-        drawn = _save(key, draw(source), folder)
-        notes = FIGURE_NOTES[number]
-        entries.append(plate(key, f"Figure {number}", title, drawn, notes=notes, missing=""))
-    return entries + _write_own_figures(source, folder)
+    pictures = []
+    if paper:
+        from headwise.report.paper.figures import PAPER_FIGURES
 
-
-def _write_own_figures(source: Source, folder: Path) -> list[Plate]:
-    """The figures that have nothing of the paper's."""
-    from headwise.report.figures import MORE_FIGURES
-
-    entries = []
-    for slug, (title, draw) in MORE_FIGURES.items():
-        drawn = _save(slug, draw(source), folder)
-        missing = "" if drawn else f"{title}: this folder has no data for it."
-        entries.append(plate(slug, "More", title, drawn, notes=(), missing=missing))
-    return entries
+        for number, (slug, title, draw) in PAPER_FIGURES.items():
+            key, name = f"figure{number}_{slug}", f"Figure {number}: {title}"
+            pictures.append(_save(key, name, draw(source), folder, FIGURE_NOTES[number]))
+    pictures += [_save(key, title, draw(source), folder) for key, (title, draw) in FIGURES.items()]
+    return [picture for picture in pictures if picture is not None]
 
 
-def _save(key: str, figure: Any, folder: Path) -> tuple[bytes, bytes] | None:
-    """Write the figure's files; returns its picture for light and for dark pages."""
+def _save(
+    key: str, title: str, figure: Any, folder: Path, notes: tuple[str, ...] = ()
+) -> Picture | None:
+    """Write the figure's files; the page gets it for light and for dark."""
     if figure is None:
         return None
     from headwise.drawing import darken, figure_bytes
@@ -108,4 +96,4 @@ def _save(key: str, figure: Any, folder: Path) -> tuple[bytes, bytes] | None:
     save_all({key: figure}, folder)
     light = (folder / f"{key}.png").read_bytes()
     darken(figure)
-    return light, figure_bytes(figure, "png")
+    return Picture(key, title, notes, light, figure_bytes(figure, "png"))

@@ -28,7 +28,6 @@ from headwise.drawing import (
 from headwise.proof.zones import DRIFT
 from headwise.report.figures import LINES, first_seeds, panels, save_all
 from headwise.report.paper import values as paper
-from headwise.report.paper.losses import stock_validation
 from headwise.report.source import MASS, Condition, Source
 from headwise.report.verdict import main_run
 
@@ -162,7 +161,7 @@ def loss_by_step(source: Source | None) -> Figure | None:
             axes.plot(steps, values, color=colour, lw=1.4, marker=".", ms=4, label=run.arm)
             lowest = int(np.argmin(values))
             axes.scatter(steps[lowest], values[lowest], s=46, fc="none", ec=colour, lw=1.4)
-        before = stock_validation(source, runs[0])
+        before = source.stock_validation(runs[0])
         if before is not None:
             axes.axhline(math.exp(before), color=GREY, ls="--", lw=1, label="stock")
         axes.set(xlabel="optimizer step (ring: minimum)", ylabel="validation perplexity")

@@ -15,9 +15,6 @@ from headwise.bundled import DATA
 BLOOM = DATA / "bloom"
 
 
-PAPER = "paper"
-
-
 # Table 1: model -> (weights, heads a layer, band, sick %, "layers affected")
 CROSS_SCALE = {
     "560m": ("560M", 16, "H9-H15", 44, "56-94%"),
@@ -199,8 +196,8 @@ FROZEN_CHANGES = {
 }
 
 
-NOTES: dict[int, tuple[str, ...]] = {
-    1: (
+NOTES: dict[str, tuple[str, ...]] = {
+    "cross_scale": (
         "The paper's last column is head index / number of heads, not a share of layers; ours "
         "counts, for each index of the band, the layers in which that head is sick.",
         "Bands here follow the paper's own code (sick in more than 30% of the layers). The printed "
@@ -208,7 +205,8 @@ NOTES: dict[int, tuple[str, ...]] = {
         "ALiBi slopes fall with the index, so the band holds the shallowest slopes, not the "
         "steepest as the text says. 44.0, 36.2, 38.0, 30.8% is no steady decrease with scale.",
     ),
-    2: (
+    "recovery": (
+        "The paper's rows hold its 'training PPL' under validation ppl.",
         "Trained weights: 302M (17.5%) counts the whole tensors of 18 layers; the 108 operated "
         "heads have 113.3M (6.58%). 40M (2.3%) counts slices: one row, two methods.",
         "'Training PPL' is not on training text: it is 8 hand-written sentences (about 146 words).",
@@ -217,47 +215,48 @@ NOTES: dict[int, tuple[str, ...]] = {
         "cannot show recovery. The paper never reports them at step 0.",
         "19 of the 39 heads of pass 2 were not sick in stock: pass 1 made them sick.",
     ),
-    3: (
+    "held_out_perplexity": (
         "The paper's C4 texts come from the validation split it also trained on; no script, and "
         "disjointness cannot be checked. No intervals. Ours are disjoint by construction.",
         "Held-out perplexity got worse in every published repair (21.45 to 27.52 and more).",
     ),
-    4: (
+    "arms": (
         "'Woken' means first-token mass at most 0.5 on one prompt; an untrained reinitialised head "
         "passes. Ours adds functional recovery: not sick, and ablating it costs loss.",
         "C4 epoch 15: 36.31 is the value of epoch 6 in the text (85+ by epoch 15). Curated: 15.4 "
         "here, 15.13 in Tables 2 and 9.",
     ),
-    5: (
+    "drift_outside": (
         "89 of the 258 heads outside lie below the operation and cannot move: 76 of 169 movable "
         "heads is 45%, 56 of 169 is 33%. The paper says 'of about 200', 'heads H0-H8'.",
         "C4 epoch 3, worst head: Figs 3 and 4 show L23H14 at about +0.13; the worst is L20H7 with "
         "-0.32. +0.364 is curated L23H12.",
     ),
-    6: (
+    "drift_watched": (
         "5 of the 18 frozen heads of the band lie in the lowest operated layer and cannot move: "
         "9, 5 and 10 of 13. The text says 'five' frozen heads; the code has 18.",
         "'Curated text avoids local degradation' does not hold: its mean 0.0990 at epoch 3 is the "
         "largest of the three.",
     ),
-    7: (
+    "columns": (
         "H9 grew by 50% and is 'stable' only by the 0.02 rule. H11 and H14 are one head each and "
         "left out; H13's trend is one movable head, H12's two of three cannot move.",
         "Heads of one index in different layers share no weights: no mechanism for propagation "
         "along a column follows from the architecture.",
     ),
-    8: (
+    "column_heads": (
         "Nine of the 18 operated layers are printed. A fall of the mass after reinitialisation is "
         "what an untrained head shows too; read it with the ablation costs.",
     ),
-    9: (
+    "perplexity": (
         "All published values are on the same 8 sentences. 12.70 is the minimum over 56 looks at "
         "them; the band-only run was looked at first after epoch 3, so +H5 cannot be credited.",
         "Zeroing 126 heads raised the perplexity from 16.99 to 19.25: their contribution was not "
         "'near zero'. The post-operation value of the 108-head run was logged, never reported.",
         "'Above stock after one full epoch' contradicts the printed 13.90 at epoch 1.",
     ),
-    10: (
+    "alibi_slopes": (
+        "Paper rows: slopes as printed for 16 heads; masses from the digitised BLOOM-1b7 map.",
         "Slopes are printed rightly, and fall with the index; the text calls H15 the steepest.",
         "Position 0 is the farthest key and gets the largest penalty; ALiBi never favours it.",
         "BLOOM's tokenizer adds no BOS: position 0 is the first word of the text.",
