@@ -141,7 +141,7 @@ def run_side(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 Row = Mapping[str, object]
 
 _SCREEN = 80  # columns of the narrowest terminal in use
-shown = Column(\"\").text  # of one entry
+shown = Column("").text  # of one entry
 _LONG = 40  # characters of a cell that stands below the table instead
 _BETWEEN = 3  # columns between two cells
 
