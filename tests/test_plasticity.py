@@ -6,7 +6,7 @@ import csv
 import json
 import shutil
 import signal
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,20 +19,19 @@ from headwise.artefacts import load_artefact, save_artefact
 from headwise.errors import ArtefactError, SettingsError
 from headwise.models.values import ModelInfo
 from headwise.plasticity.capture_info import CaptureInfo, CaptureSettings
-from headwise.plasticity.head_group import HeadResult, analyse_group
+from headwise.plasticity.head_group import analyse_group
 from headwise.plasticity.normality import describe_sample, ks_distance, lilliefors_p_values
 from headwise.plasticity.query_model import reflect_onto
 from headwise.plasticity.reader import find_heads, group_heads, read_vectors
 from headwise.plasticity.run import load_settings, measure_plasticity
 from headwise.plasticity.settings import PlasticitySettings
-from headwise.plasticity.tables import head_row
+from headwise.plasticity.tally import fifth_means
 from headwise.plasticity.values import (
-    CellRecord,
+    Cell,
     HeadFailure,
     HeadRecord,
     KeptHead,
     PlasticitySummary,
-    QueryMetrics,
 )
 from headwise.provenance import TextInfo
 
@@ -49,11 +48,11 @@ DEFINITIONS = ("seed", "full", "empirical", "linear-diagonal")
 STORAGE = 2e-9
 
 
-def analyse(root: Path, **settings) -> list[HeadResult]:
+def analyse(root: Path, **settings) -> list[HeadRecord]:
     """Every head of a folder, in this process."""
     folder, given = find_heads(root), PlasticitySettings(**settings)
     results = [r for group in group_heads(folder) for r in analyse_group(folder, group, given)]
-    assert all(isinstance(result, HeadResult) for result in results), results
+    assert all(isinstance(result, HeadRecord) for result in results), results
     return results
 
 
@@ -61,7 +60,7 @@ def cells_of(root: Path, **settings) -> dict[tuple[int, ...], float]:
     return {
         (head.layer, head.q_head, cell.q_bucket, cell.k_bucket): cell.plasticity
         for head in analyse(root, **settings)
-        for cell in head.cells.cells
+        for cell in head.cells
     }
 
 
@@ -128,17 +127,17 @@ def test_closed_forms(case):
 @pytest.mark.parametrize("definition", ["full", "linear-diagonal", "empirical"])
 def test_cells_without_a_pair_that_differs_are_nan_and_left_out(definition):
     (head,) = analyse(DATA / "closed" / "Closed_nan_and_dup", definition=definition)
-    empty = {f"{c.q_bucket},{c.k_bucket}" for c in head.cells.cells if np.isnan(c.plasticity)}
+    empty = {f"{c.q_bucket},{c.k_bucket}" for c in head.cells if c.plasticity is None}
     assert empty == set(EXPECTED["nan_and_dup"]["expected"]["nan_cells"])
-    assert all(c.n_pairs == 0 for c in head.cells.cells if np.isnan(c.plasticity))
-    assert np.isfinite(head.cells.overall)
+    assert all(c.n_pairs == 0 for c in head.cells if c.plasticity is None)
+    assert np.isfinite(head.ap_overall)
 
 
 def test_the_seeds_variance_floor_makes_identical_keys_plastic():
     (head,) = analyse(DATA / "closed" / "Closed_nan_and_dup")
-    by_key = {(c.q_bucket, c.k_bucket): c.plasticity for c in head.cells.cells}
+    by_key = {(c.q_bucket, c.k_bucket): c.plasticity for c in head.cells}
     assert by_key[2, 1] == 1.0  # identical keys: v <= 0 -> 1e-12, m = 0
-    assert np.isnan(by_key[3, 2])  # one key a group: no pair at all
+    assert by_key[3, 2] is None  # one key a group: no pair at all
 
 
 @pytest.mark.parametrize("definition", DEFINITIONS)
@@ -221,18 +220,19 @@ def test_cells_equal_a_plain_reference(small, definition):
 
 def test_the_head_is_weighted_by_queries_and_keys(small):
     head = analyse(small)[0]
-    weights = [cell.n_queries * cell.n_keys for cell in head.cells.cells]
-    expected = np.average([cell.plasticity for cell in head.cells.cells], weights=weights)
-    assert head.cells.overall == pytest.approx(expected, abs=1e-14)
-    plain = analyse(small, definition="linear-diagonal")[0].cells
-    assert plain.overall == pytest.approx(np.mean([c.plasticity for c in plain.cells]), abs=1e-14)
+    weights = [cell.n_queries * cell.n_keys for cell in head.cells]
+    expected = np.average([cell.plasticity for cell in head.cells], weights=weights)
+    assert head.ap_overall == pytest.approx(expected, abs=1e-14)
+    plain = analyse(small, definition="linear-diagonal")[0]
+    expected = np.mean([cell.plasticity for cell in plain.cells])
+    assert plain.ap_overall == pytest.approx(expected, abs=1e-14)
 
 
 def test_sampled_pairs_are_distinct_and_unbiased(small):
     everything, few = cells_of(small), cells_of(small, pairs=40)
     for cell, value in everything.items():
         assert few[cell] == pytest.approx(value, abs=0.2)
-    counts = {c.n_pairs for c in analyse(small, pairs=40)[0].cells.cells}
+    counts = {c.n_pairs for c in analyse(small, pairs=40)[0].cells}
     assert counts == {40}
     enough = cells_of(small, pairs=10**6)
     assert enough == everything  # without replacement: asking for more than there is gives all
@@ -289,8 +289,8 @@ def test_standard_errors_are_those_of_a_document_bootstrap(tmp_path, definition)
             taken = {key: value.take(pa.array(rows)) for key, value in table_.items()}
             taken["example_id"] = pa.array(np.repeat(np.arange(40), 30))
             write_head(resampled, name, rng, **taken)
-        overall.append(analyse(resampled, definition=definition)[0].cells.overall)
-    assert head.cells.se == pytest.approx(np.std(overall, ddof=1), rel=0.35)
+        overall.append(analyse(resampled, definition=definition)[0].ap_overall)
+    assert head.ap_se == pytest.approx(np.std(overall, ddof=1), rel=0.35)
 
 
 def test_ks_distance_equals_scipys_and_lilliefors_is_calibrated():
@@ -418,7 +418,7 @@ def test_csv_columns_and_summary(tmp_path, small):
     summary = load_artefact(tmp_path / "out" / "plasticity.json", "plasticity")
     assert summary["maps"]["plasticity"] == [[row.ap_overall for row in result.heads]]
     pairs = np.array(summary["inter_key_distance"]["n_pairs"]).sum()
-    assert pairs == sum(row.n_pairs for row in result.buckets)
+    assert pairs == sum(cell.n_pairs for head in result.heads for cell in head.cells)
 
 
 def test_a_summary_is_read_back_and_a_damaged_one_is_refused(tmp_path, small):
@@ -435,26 +435,21 @@ def test_a_summary_is_read_back_and_a_damaged_one_is_refused(tmp_path, small):
 
 
 def test_fifths_count_a_cell_where_its_queries_lie():
-    record = HeadRecord(
-        layer=0,
-        q_head=0,
-        k_head=0,
-        metrics=QueryMetrics(0, 0, 0, *[0.0] * (len(fields(QueryMetrics)) - 3)),
-        r2=(0.0,),
-        fifths={1: (30, 10, 0, 0, 0), 2: (0, 10, 0, 0, 10)},
-        tau={1: 15.0, 2: 25.0},
-        cells=(CellRecord(1, 0, 0.8, 10, 40, 5, None), CellRecord(2, 0, 0.2, 10, 20, 5, None)),
-        overall=0.5,
-        se=None,
-        distance=(),
-    )
-    row = head_row(record, weighted=True)
-    assert row.ap_first_20pct == pytest.approx(0.8)
-    assert row.ap_quintile_2 == pytest.approx(0.5)
-    assert row.ap_quintile_3 is None
-    assert row.ap_drop == pytest.approx(0.8 - 0.2)
-    plain = head_row(record, weighted=False)
-    assert plain.ap_quintile_2 == pytest.approx((0.25 * 0.8 + 0.5 * 0.2) / 0.75)
+    cells = (Cell(1, 0, 0.8, 10, 40, 5, None, 15.0), Cell(2, 0, 0.2, 10, 20, 5, None, 25.0))
+    fifths = {1: (30, 10, 0, 0, 0), 2: (0, 10, 0, 0, 10)}
+    weighted = fifth_means(cells, fifths, weighted=True)
+    assert weighted == [pytest.approx(0.8), pytest.approx(0.5), None, None, pytest.approx(0.2)]
+    plain = fifth_means(cells, fifths, weighted=False)
+    assert plain[1] == pytest.approx((0.25 * 0.8 + 0.5 * 0.2) / 0.75)
+
+
+def test_the_drop_is_from_the_first_fifth_to_the_last(small):
+    head = replace(analyse(small)[0], ap_quintile_1=0.8, ap_quintile_5=0.2)
+    assert (head.ap_first_20pct, head.ap_last_20pct) == (0.8, 0.2)
+    assert head.ap_drop == pytest.approx(0.6)
+    assert replace(head, ap_quintile_5=None).ap_drop is None
+    cells = (Cell(1, 0, 0.8, 10, 40, 5, None, 15.0), Cell(2, 0, None, 7, 20, 5, None, 25.0))
+    assert (replace(head, cells=cells).n_cells, replace(head, cells=cells).n_pairs) == (1, 10)
 
 
 def test_a_failed_head_is_told_and_the_rest_is_kept(tmp_path, small):
@@ -556,8 +551,8 @@ def test_missing_and_cut_off_files_are_told(small):
 def test_one_key_a_group_gives_nan_cells(small, definition):
     write_head(small, "l00h00k", np.random.default_rng(0), example_id=pa.array(np.arange(240)))
     head = analyse(small, definition=definition)[0]
-    assert np.isnan([cell.plasticity for cell in head.cells.cells]).all()
-    assert np.isnan(head.cells.overall)
+    assert [cell.plasticity for cell in head.cells] == [None] * len(head.cells)
+    assert head.ap_overall is None
 
 
 @pytest.mark.parametrize("definition", DEFINITIONS)
@@ -566,10 +561,10 @@ def test_constant_positions_have_no_slope(small, definition):
     where = {"position": pa.array([350] * 240), "bucket": pa.array([3] * 240)}
     write_head(small, "l00h00q", rng, **where)
     head = analyse(small, definition=definition)[0]
-    assert head.metrics.q_R2_pos == 0
-    assert head.metrics.q_beta_norm == 0
-    assert head.metrics.q_mae_ratio == 1
-    assert np.isfinite(head.cells.overall)
+    assert head.q_R2_pos == 0
+    assert head.q_beta_norm == 0
+    assert head.q_mae_ratio == 1
+    assert np.isfinite(head.ap_overall)
 
 
 @pytest.mark.parametrize("definition", DEFINITIONS)
@@ -578,8 +573,8 @@ def test_a_bucket_with_one_query_is_nan(small, definition):
     where = {"bucket": pa.array(bucket), "position": pa.array(bucket * 100 + 7)}
     write_head(small, "l00h00q", np.random.default_rng(0), **where)
     head = analyse(small, definition=definition)[0]
-    for cell in head.cells.cells:
-        assert np.isnan(cell.plasticity) == (cell.q_bucket == 3)
+    for cell in head.cells:
+        assert (cell.plasticity is None) == (cell.q_bucket == 3)
         assert (cell.n_queries == 1) == (cell.q_bucket == 3)
 
 
@@ -606,7 +601,7 @@ def test_a_cluster_that_is_not_there_is_told(tmp_path, small):
 def test_options_come_as_the_command_line_gives_them(tmp_path, small):
     result = measure_plasticity(small, out=tmp_path / "out", pairs="7", heads="L0H1", seed=None)
     assert [row.q_head for row in result.heads] == [1]
-    assert {row.n_pairs for row in result.buckets} == {7}
+    assert {cell.n_pairs for cell in result.heads[0].cells} == {7}
 
 
 def test_a_config_names_heads_that_must_exist(tmp_path, small):

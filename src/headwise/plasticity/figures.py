@@ -31,15 +31,12 @@ from headwise.drawing import (
 )
 from headwise.errors import ArtefactError
 from headwise.plasticity.run import Plasticity
-from headwise.plasticity.tables import BucketRow, ComponentRow, head_map
-from headwise.plasticity.values import DistanceMap, PlasticitySummary
+from headwise.plasticity.tables import component_weights, distance_map, head_map
+from headwise.plasticity.values import DistanceMap, HeadRecord, PlasticitySummary
 
 Statistic = Literal["mean", "median"]
 
-
 CELL_COLOURS = "magma"
-
-
 TREND_CHANGE = 0.1  # a line that moves less than this over its range counts as flat
 
 
@@ -54,17 +51,14 @@ def _panel(figure: Figure, place: tuple[int, int, int], title: str, x: str, y: s
     return axes
 
 
-def head_profiles(buckets: Sequence[BucketRow]) -> dict[tuple[int, int], np.ndarray]:
-    """For each head its (position, plasticity) points: the mean over key buckets."""
-    found: dict[tuple[int, int], dict[int, list[tuple[float, float]]]] = {}
-    for row in buckets:
-        if row.plasticity is not None:
-            points = found.setdefault((row.layer, row.q_head), {})
-            points.setdefault(row.q_bucket, []).append((row.q_position, row.plasticity))
-    return {
-        head: np.array([np.mean(points[bucket], axis=0) for bucket in sorted(points)])
-        for head, points in found.items()
-    }
+def _profile(heads: Sequence[HeadRecord]) -> Float[np.ndarray, "point 2"]:
+    """(position, plasticity) of each query bucket: the mean over heads and key buckets."""
+    points: dict[int, list[tuple[float, float]]] = {}
+    for cell in (cell for head in heads for cell in head.cells):
+        if cell.plasticity is not None:
+            points.setdefault(cell.q_bucket, []).append((cell.q_position, cell.plasticity))
+    means = [np.mean(points[bucket], axis=0) for bucket in sorted(points)]
+    return np.array(means).reshape(-1, 2)
 
 
 def trend_colour(points: Float[np.ndarray, "point 2"], change: float = TREND_CHANGE) -> str:
@@ -76,20 +70,17 @@ def trend_colour(points: Float[np.ndarray, "point 2"], change: float = TREND_CHA
     return BLUE if moved > change else RED if moved < -change else GREY
 
 
-def plot_positions(buckets: Sequence[BucketRow], model: str) -> Figure:
+def plot_positions(heads: Sequence[HeadRecord], model: str) -> Figure:
     """Every head's plasticity along position, coloured by its trend, and the mean in black."""
     figure = new_figure(10.0, 6.0)
     title = f"Per-bucket attention plasticity: {model}"
     axes = _panel(figure, (1, 1, 1), title, "Position", "Attention plasticity")
-    profiles = head_profiles(buckets)
-    for points in profiles.values():
-        axes.plot(*points.T, color=trend_colour(points), alpha=0.25, lw=0.8)
-    by_bucket: dict[int, list[tuple[float, float]]] = {}
-    for row in buckets:
-        if row.plasticity is not None:
-            by_bucket.setdefault(row.q_bucket, []).append((row.q_position, row.plasticity))
-    if by_bucket:
-        mean = np.array([np.mean(by_bucket[bucket], axis=0) for bucket in sorted(by_bucket)])
+    for head in heads:
+        points = _profile([head])
+        if len(points):
+            axes.plot(*points.T, color=trend_colour(points), alpha=0.25, lw=0.8)
+    mean = _profile(heads)
+    if len(mean):
         axes.plot(*mean.T, color="black", lw=2.5, label="mean over heads")
     for colour, name in ((BLUE, "rising"), (RED, "falling"), (GREY, "flat")):
         axes.plot([], [], color=colour, lw=1.5, label=name)
@@ -98,21 +89,22 @@ def plot_positions(buckets: Sequence[BucketRow], model: str) -> Figure:
     return figure
 
 
-def plot_buckets(buckets: Sequence[BucketRow], model: str, statistic: Statistic = "mean") -> Figure:
+def plot_buckets(heads: Sequence[HeadRecord], model: str, statistic: Statistic = "mean") -> Figure:
     """Cells over heads: query buckets are rows, key buckets columns; white is no cell."""
     figure = new_figure(8.0, 6.0)
     title = f"Attention plasticity by bucket ({statistic} over heads): {model}"
     axes = _panel(figure, (1, 1, 1), title, "Key pair bucket", "Query bucket")
-    q_buckets = sorted({row.q_bucket for row in buckets})
-    k_buckets = sorted({row.k_bucket for row in buckets})
+    cells = [cell for head in heads for cell in head.cells]
+    q_buckets = sorted({cell.q_bucket for cell in cells})
+    k_buckets = sorted({cell.k_bucket for cell in cells})
     values: dict[tuple[int, int], list[float]] = {}
-    for row in buckets:
-        if row.plasticity is not None:
-            place = q_buckets.index(row.q_bucket), k_buckets.index(row.k_bucket)
-            values.setdefault(place, []).append(row.plasticity)
+    for cell in cells:
+        if cell.plasticity is not None:
+            place = q_buckets.index(cell.q_bucket), k_buckets.index(cell.k_bucket)
+            values.setdefault(place, []).append(cell.plasticity)
     grid = np.full((len(q_buckets), len(k_buckets)), np.nan)
-    for place, cell in values.items():
-        grid[place] = np.mean(cell) if statistic == "mean" else np.median(cell)
+    for place, measured in values.items():
+        grid[place] = np.mean(measured) if statistic == "mean" else np.median(measured)
     if grid.size:
         image = axes.imshow(grid, origin="lower", aspect="auto", cmap=CELL_COLOURS)
         figure.colorbar(image, ax=axes, label="Attention plasticity")
@@ -122,15 +114,16 @@ def plot_buckets(buckets: Sequence[BucketRow], model: str, statistic: Statistic 
 
 
 def plot_components(
-    components: Sequence[ComponentRow], model: str, statistic: Statistic = "mean"
+    heads: Sequence[HeadRecord], model: str, statistic: Statistic = "mean"
 ) -> Figure:
     """Each component's share of the positional information, over heads."""
     figure = new_figure(10.0, 4.0)
     title = f"Positional information by component ({statistic} over heads): {model}"
     axes = _panel(figure, (1, 1, 1), title, "Component index", "Weight")
     weights: dict[int, list[float]] = {}
-    for row in components:
-        weights.setdefault(row.component, []).append(row.weight)
+    for head in heads:
+        for component, weight in enumerate(component_weights(head)):
+            weights.setdefault(component, []).append(weight)
     index = sorted(weights)
     summary = np.mean if statistic == "mean" else np.median
     heights = [float(summary(weights[component])) for component in index]
@@ -191,14 +184,14 @@ def plot_before_and_after(before: Path, after: Path) -> Figure:
 
 def plasticity_figures(plasticity: Plasticity, folder: Path) -> list[Path]:
     """Draw a run: PNG and SVG of every figure, into `folder`."""
-    model = plasticity.model
+    heads, model = plasticity.heads, plasticity.model
     return save_figures(
         {
-            "plasticity_by_position": plot_positions(plasticity.buckets, model),
-            "plasticity_by_bucket": plot_buckets(plasticity.buckets, model),
-            "component_weights": plot_components(plasticity.components, model),
-            "plasticity_by_head": plot_heads(head_map(plasticity.heads, "ap_overall"), model),
-            "plasticity_by_distance": plot_distances(plasticity.distances, model),
+            "plasticity_by_position": plot_positions(heads, model),
+            "plasticity_by_bucket": plot_buckets(heads, model),
+            "component_weights": plot_components(heads, model),
+            "plasticity_by_head": plot_heads(head_map(heads, "ap_overall"), model),
+            "plasticity_by_distance": plot_distances(distance_map(heads), model),
         },
         folder,
     )

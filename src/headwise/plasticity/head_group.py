@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -43,48 +44,36 @@ from headwise.plasticity.reader import HeadGroup, QKFolder, orientation_of, read
 from headwise.plasticity.settings import PlasticitySettings
 from headwise.plasticity.tally import (
     GRADIENT_PAIRS,
-    HeadCells,
     Scoring,
     Tally,
     choose_documents,
     document_index,
+    fifth_means,
     make_probes,
     open_cells,
     pair_moments,
     plasticity_of,
     preference_gradient,
 )
-from headwise.plasticity.values import HeadFailure, QueryMetrics
+from headwise.plasticity.values import HeadFailure, HeadRecord, defined
 
 EMPIRICAL_PAIRS = 512  # scored at a time: pairs x queries of a bucket must stay small
 
 
 @dataclass(frozen=True)
-class HeadResult:
-    """Everything measured on one query head."""
-
-    layer: int
-    q_head: int
-    k_head: int
-    metrics: QueryMetrics
-    r2: Float[np.ndarray, " dim"]  # of each oriented component on position
-    fifths: dict[int, list[int]]  # each query bucket's queries by fifth of the position range
-    tau: dict[int, float]  # each query bucket's mean position
-    cells: HeadCells
-
-
-@dataclass(frozen=True)
 class _Prepared:
+    """A query head that was read, before its pairs are scored."""
+
     q_head: int
-    metrics: QueryMetrics
+    metrics: dict[str, Any]  # columns of the head's record
     fit: PositionFit
-    fifths: dict[int, list[int]]
+    fifths: dict[int, list[int]]  # each query bucket's queries by fifth of the position range
     tally: Tally
 
 
 def analyse_group(
     folder: QKFolder, group: HeadGroup, settings: PlasticitySettings
-) -> list[HeadResult | HeadFailure]:
+) -> list[HeadRecord | HeadFailure]:
     """Measure the query heads of one group; failures are values, in the order of the heads."""
     try:
         keys, signs = _read_keys(folder, group, settings)
@@ -102,7 +91,7 @@ def analyse_group(
             _score_as_public_code(head, group, keys, settings)
     else:
         _score_together([head.tally for head in ready], group, keys, settings)
-    return [head if isinstance(head, HeadFailure) else _result(group, head) for head in prepared]
+    return [head if isinstance(head, HeadFailure) else _record(group, head) for head in prepared]
 
 
 def _read_keys(
@@ -150,8 +139,8 @@ def _count_by_fifth(queries: Queries) -> dict[int, list[int]]:
 
 def _describe(
     queries: Queries, rotation: Rotation, num_keys: int, settings: PlasticitySettings
-) -> QueryMetrics:
-    """The head's row of metrics but for the plasticity itself."""
+) -> dict[str, Any]:
+    """The columns about a head's queries: how they follow position, how normal they are."""
     place = predict_positions(queries, rotation)
     fit, residual = rotation.fit, rotation.residual
     skew, kurtosis, distance = 0.0, 0.0, 0.0
@@ -166,27 +155,27 @@ def _describe(
         alpha=settings.p_alpha,
         seed=settings.seed,
     )
-    return QueryMetrics(
-        n_q_tokens=len(queries.position),
-        n_k_tokens=num_keys,
-        d_model=len(fit.beta),
-        q_R2_pos=float(np.nanmean(fit.r2)),
-        q_beta_norm=float(np.linalg.norm(fit.beta)),
-        q_R2_scalar=place.r2,
-        q_mae_baseline=place.mae_baseline,
-        q_mae_proj=place.mae_projection,
-        q_mae_ratio=place.mae_ratio,
-        q_resid0_skew=skew,
-        q_resid0_kurt=kurtosis,
-        q_resid0_ks_p=float(ks_p_values(np.array([distance]), len(residual))[0]),
-        q_noise_med_abs_skew=noise.median_abs_skew,
-        q_noise_med_abs_kurt=noise.median_abs_kurtosis,
-        q_noise_med_ks_p=noise.median_ks_p,
-        q_noise_frac_ks_p_lt_alpha=noise.rejected_by_ks,
-        q_resid0_lilliefors_p=float(lilliefors_p_values(np.array([distance]), len(residual))[0]),
-        q_noise_med_lilliefors_p=noise.median_lilliefors_p,
-        q_noise_frac_lilliefors_p_lt_alpha=noise.rejected_by_lilliefors,
-    )
+    return {
+        "n_q_tokens": len(queries.position),
+        "n_k_tokens": num_keys,
+        "d_model": len(fit.beta),
+        "q_R2_pos": float(np.nanmean(fit.r2)),
+        "q_beta_norm": float(np.linalg.norm(fit.beta)),
+        "q_R2_scalar": place.r2,
+        "q_mae_baseline": place.mae_baseline,
+        "q_mae_proj": place.mae_projection,
+        "q_mae_ratio": place.mae_ratio,
+        "q_resid0_skew": skew,
+        "q_resid0_kurt": kurtosis,
+        "q_resid0_ks_p": float(ks_p_values(np.array([distance]), len(residual))[0]),
+        "q_noise_med_abs_skew": noise.median_abs_skew,
+        "q_noise_med_abs_kurt": noise.median_abs_kurtosis,
+        "q_noise_med_ks_p": noise.median_ks_p,
+        "q_noise_frac_ks_p_lt_alpha": noise.rejected_by_ks,
+        "q_resid0_lilliefors_p": float(lilliefors_p_values(np.array([distance]), len(residual))[0]),
+        "q_noise_med_lilliefors_p": noise.median_lilliefors_p,
+        "q_noise_frac_lilliefors_p_lt_alpha": noise.rejected_by_lilliefors,
+    }
 
 
 def _make_scoring(
@@ -299,15 +288,24 @@ def _score_as_public_code(
         head.tally.close(index)
 
 
-def _result(group: HeadGroup, head: _Prepared) -> HeadResult:
-    scoring = head.tally.scoring
-    return HeadResult(
+def _record(group: HeadGroup, head: _Prepared) -> HeadRecord:
+    """The head's numbers as plain values; NaN as None."""
+    numbers: dict[str, Any] = {
+        name: defined(value) if isinstance(value, float) else value
+        for name, value in head.metrics.items()
+    }
+    cells = head.tally.cells()
+    overall, error = head.tally.overall()
+    fifths = fifth_means(cells, head.fifths, weighted=head.tally.scoring.weighted)
+    numbers |= {f"ap_quintile_{number}": value for number, value in enumerate(fifths, start=1)}
+    return HeadRecord(
         layer=group.layer,
         q_head=head.q_head,
         k_head=group.k_head,
-        metrics=head.metrics,
-        r2=head.fit.r2,
-        fifths=head.fifths,
-        tau={int(b): float(t) for b, t in zip(scoring.buckets, scoring.tau, strict=True)},
-        cells=head.tally.settle(),
+        **numbers,
+        ap_overall=overall,
+        ap_se=error,
+        r2=tuple(defined(value) for value in head.fit.r2),
+        cells=cells,
+        distance=head.tally.distance(),
     )

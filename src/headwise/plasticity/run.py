@@ -16,31 +16,19 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from headwise.artefacts import content_hash, sweep
 from headwise.errors import ArtefactError, HeadwiseError, SelectionError, SettingsError, TextError
 from headwise.frames import frame
 from headwise.heads import Head, select_heads
 from headwise.integrity.locks import one_writer
-from headwise.plasticity.head_group import HeadResult, analyse_group
+from headwise.plasticity.head_group import analyse_group
 from headwise.plasticity.reader import HeadGroup, QKFolder, find_heads, group_heads
 from headwise.plasticity.settings import PlasticitySettings, load_settings
-from headwise.plasticity.tables import (
-    BucketRow,
-    ComponentRow,
-    HeadRow,
-    bucket_rows,
-    component_rows,
-    distance_map,
-    head_row,
-    record_of,
-    summarise,
-    write_tables,
-)
-from headwise.plasticity.values import FILE, DistanceMap, HeadFailure, HeadRecord, KeptHead
+from headwise.plasticity.tables import summarise, table_rows, write_tables
+from headwise.plasticity.values import FILE, HeadFailure, HeadRecord, KeptHead
 from headwise.progress import Progress, silent
-from headwise.values import to_plain
 from headwise.workers import spread
 
 if TYPE_CHECKING:
@@ -60,28 +48,25 @@ HEADS_FOLDER = ".heads"  # one small file for each finished head, for --resume
 
 @dataclass(frozen=True)
 class Plasticity:
-    """The tables of one run, the heads that failed, and the files written."""
+    """The heads of one run, those that failed, and the files written."""
 
     model: str
     settings: PlasticitySettings
-    heads: tuple[HeadRow, ...]
-    buckets: tuple[BucketRow, ...]
-    components: tuple[ComponentRow, ...]
-    distances: DistanceMap
+    heads: tuple[HeadRecord, ...]
     failures: tuple[HeadFailure, ...]
     files: tuple[Path, ...]
 
-    def to_frame(self) -> pd.DataFrame:
-        """One row per head, the columns of `head_metrics.csv` (needs pandas)."""
-        return frame([to_plain(row) for row in self.heads])
+    def to_frame(self, table: Literal["heads", "buckets", "components"] = "heads") -> pd.DataFrame:
+        """The rows of one of the three CSV files (needs pandas)."""
+        return frame(table_rows(table, self.heads))
 
     @property
     def caps(self) -> str:
         """What was sampled where there was more, and how often that was so."""
         settings = self.settings
         rows, pairs = settings.max_tokens_per_head, settings.pair_limit
-        full = sum(max(row.n_q_tokens, row.n_k_tokens) >= rows for row in self.heads)
-        cells = sum(row.n_pairs >= pairs for row in self.buckets)
+        full = sum(max(head.n_q_tokens, head.n_k_tokens) >= rows for head in self.heads)
+        cells = sum(cell.n_pairs >= pairs for head in self.heads for cell in head.cells)
         return (
             f"at most {rows:,} vectors per head (--max-rows; {full} heads reached it) and "
             f"{pairs:,} pairs per key bucket (--max-pairs; {cells} cells reached it)"
@@ -122,17 +107,21 @@ def _measure_all(
             if isinstance(item, HeadFailure):
                 failures.append(item)
             else:
-                records.append(_keep(out, folder, group, item, settings))
+                key = _key(folder, group, item.q_head, settings)
+                KeptHead(key, item).save(_head_file(out, item.layer, item.q_head))
+                records.append(item)
         progress("heads", len(records) + len(failures), total, "")
     records.sort(key=lambda record: (record.layer, record.q_head))
     failures.sort(key=lambda failure: (failure.layer, failure.q_head))
-    if records and all(record.overall is None for record in records):
+    if records and all(record.ap_overall is None for record in records):
         raise TextError(
             "no head has a cell to measure: no query stands in a later bucket than two keys",
             where=out,
             fix="capture longer texts, or smaller --buckets",
         )
-    return _write(out, folder, settings, records, failures)
+    summary = summarise(folder.model, settings, records, failures)
+    files = (*write_tables(out, settings, records), summary.save(out / FILE))
+    return Plasticity(folder.model, settings, tuple(records), tuple(failures), files)
 
 
 def _settings_of(source: Path | str | PlasticitySettings) -> PlasticitySettings:
@@ -159,7 +148,7 @@ def _local_root(settings: PlasticitySettings) -> Path:
     every = ["*/data.parquet", "*/*/data.parquet", "_saver_state.json", "capture.json"]
     named = settings.model_dir not in (None, ".")
     try:
-        found = snapshot_download(
+        folder = snapshot_download(
             settings.dataset_name,
             repo_type="dataset",
             revision=settings.revision,
@@ -170,7 +159,7 @@ def _local_root(settings: PlasticitySettings) -> Path:
             f"cannot download {settings.dataset_name}: {str(error).splitlines()[0]}",
             fix="check dataset_name, revision and the network, or set dataset_local_root",
         ) from None
-    return Path(found)
+    return Path(folder)
 
 
 def _wanted_groups(folder: QKFolder, settings: PlasticitySettings) -> list[HeadGroup]:
@@ -208,7 +197,7 @@ def _only(groups: Sequence[HeadGroup], heads: set[tuple[int, int]]) -> list[Head
 
 def _measure(
     folder: QKFolder, groups: Sequence[HeadGroup], settings: PlasticitySettings
-) -> Iterator[tuple[HeadGroup, list[HeadResult | HeadFailure]]]:
+) -> Iterator[tuple[HeadGroup, list[HeadRecord | HeadFailure]]]:
     """Measure groups in parallel, in the order they finish."""
     if not groups:
         return
@@ -230,7 +219,7 @@ def _measure(
 
 def _measure_group(
     folder: QKFolder, settings: PlasticitySettings, group: HeadGroup
-) -> tuple[HeadGroup, list[HeadResult | HeadFailure]]:
+) -> tuple[HeadGroup, list[HeadRecord | HeadFailure]]:
     return group, analyse_group(folder, group, settings)
 
 
@@ -238,24 +227,17 @@ def _head_file(out: Path, layer: int, q_head: int) -> Path:
     return out / HEADS_FOLDER / f"l{layer:02d}h{q_head:02d}.json"
 
 
-def _key(
-    folder: QKFolder, layer: int, q_head: int, k_head: int, settings: PlasticitySettings
-) -> str:
+def _key(folder: QKFolder, group: HeadGroup, q_head: int, settings: PlasticitySettings) -> str:
     """What a finished head is valid for: the settings and the state of its two files."""
     parts = [settings.fingerprint()]
-    for path in (folder.file(layer, q_head, "q"), folder.file(layer, k_head, "k")):
+    files = (
+        folder.file(group.layer, q_head, "q"),
+        folder.file(group.layer, group.k_head, "k"),
+    )
+    for path in files:
         state = path.stat() if path.exists() else None
         parts.append(f"{path.name} {state.st_size} {state.st_mtime_ns}" if state else "missing")
     return content_hash(parts)
-
-
-def _keep(
-    out: Path, folder: QKFolder, group: HeadGroup, item: HeadResult, settings: PlasticitySettings
-) -> HeadRecord:
-    record = record_of(item)
-    key = _key(folder, item.layer, item.q_head, group.k_head, settings)
-    KeptHead(key, record).save(_head_file(out, item.layer, item.q_head))
-    return record
 
 
 def _finished(
@@ -283,27 +265,4 @@ def _kept_record(
         kept = KeptHead.load(path)
     except ArtefactError:  # damaged: measuring again mends it
         return None
-    same = kept.key == _key(folder, group.layer, q_head, group.k_head, settings)
-    return kept.head if same else None
-
-
-def _write(
-    out: Path,
-    folder: QKFolder,
-    settings: PlasticitySettings,
-    records: Sequence[HeadRecord],
-    failures: Sequence[HeadFailure],
-) -> Plasticity:
-    weighted = settings.definition != "linear-diagonal"
-    heads = tuple(head_row(record, weighted=weighted) for record in records)
-    buckets = tuple(row for record in records for row in bucket_rows(record))
-    components = tuple(row for record in records for row in component_rows(record))
-    distances = distance_map(records)
-    model = folder.model
-    files = (
-        *write_tables(out, settings, heads, buckets, components),
-        summarise(model, settings, heads, distances, failures).save(out / FILE),
-    )
-    return Plasticity(
-        model, settings, heads, buckets, components, distances, tuple(failures), files
-    )
+    return kept.head if kept.key == _key(folder, group, q_head, settings) else None

@@ -14,6 +14,7 @@ Invariant: the numbers of a head do not depend on which other heads are scored w
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,38 +25,11 @@ from scipy.special import ndtr
 from headwise.plasticity.key_pairs import PairBatch, SortedKeys
 from headwise.plasticity.query_model import FLOOR, Queries, QueryModel
 from headwise.plasticity.settings import Definition
+from headwise.plasticity.values import Cell, DistanceBin, defined
 
 MAX_DOCUMENTS = 128
-
-
 GRADIENT_PAIRS = 256
-
-
 DISTANCE_BINS = 32  # powers of two tokens
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One (query bucket, key bucket); NaN plasticity means that no pair could be scored."""
-
-    q_bucket: int
-    k_bucket: int
-    plasticity: float
-    n_pairs: int
-    n_queries: int
-    n_keys: int
-    se: float
-
-
-@dataclass(frozen=True)
-class HeadCells:
-    """All cells of one head, with the standard error of their aggregate."""
-
-    cells: tuple[Cell, ...]
-    overall: float
-    se: float
-    distance_sum: Float[np.ndarray, "distance lag"] = field(repr=False)
-    distance_count: Float[np.ndarray, "distance lag"] = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -73,6 +47,11 @@ class Scoring:
     documents: Int64[np.ndarray, " document"]  # those that carry the standard error
     num_documents: int
     probes: tuple[tuple[np.ndarray, np.ndarray], ...]  # per bucket: centred queries, document
+
+    @property
+    def weighted(self) -> bool:
+        """Whether a cell counts by its queries and keys; the public code counts cells alike."""
+        return self.definition != "linear-diagonal"
 
     def columns(self, key_index: int) -> Int[np.ndarray, " column"]:
         """The query buckets that can be scored against one key bucket."""
@@ -195,7 +174,7 @@ def preference_gradient(
 
 @dataclass
 class Tally:
-    """Running sums of one head over pair batches; `settle` turns them into cells."""
+    """Running sums of one head over pair batches, from which its cells follow."""
 
     scoring: Scoring
     keys: SortedKeys
@@ -279,46 +258,74 @@ class Tally:
             self.influence[column, key_index] = (keys_part + self._moment_influence[column])[:-1]
         self._clear()
 
-    def settle(self) -> HeadCells:
-        """The head's cells in order of (query bucket, key bucket), and their aggregate."""
-        keys_in = np.diff(self.keys.bucket_start)
-        weight = np.outer(self.scoring.counts, keys_in).astype(np.float64)
-        if self.scoring.definition == "linear-diagonal":
-            weight = np.ones_like(weight)
-        weight[self.count == 0] = 0.0
-        value = np.divide(
-            self.total, self.count, np.full_like(weight, np.nan), where=self.count > 0
-        )
-        share = weight / weight.sum() if weight.sum() > 0 else weight
-        cells = tuple(
+    def cells(self) -> tuple[Cell, ...]:
+        """The head's cells in order of (query bucket, key bucket)."""
+        values, keys_in = self._values(), np.diff(self.keys.bucket_start)
+        return tuple(
             Cell(
-                int(self.scoring.buckets[row]),
-                int(self.keys.buckets[column]),
-                float(value[row, column]),
-                int(self.count[row, column]),
-                int(self.scoring.counts[row]),
-                int(keys_in[column]),
-                self._error(self.influence[row, column]) if self.count[row, column] else np.nan,
+                q_bucket=int(self.scoring.buckets[row]),
+                k_bucket=int(self.keys.buckets[column]),
+                plasticity=defined(values[row, column]),
+                n_pairs=int(self.count[row, column]),
+                n_queries=int(self.scoring.counts[row]),
+                n_keys=int(keys_in[column]),
+                se=self._error(self.influence[row, column]) if self.count[row, column] else None,
+                q_position=float(self.scoring.tau[row]),
             )
             for row, column in np.argwhere(self.scoring.open)
         )
-        overall = float(np.nansum(value * share)) if share.any() else float("nan")
+
+    def overall(self) -> tuple[float | None, float | None]:
+        """The weighted mean over cells, and its standard error."""
+        weight = np.outer(self.scoring.counts, np.diff(self.keys.bucket_start)).astype(np.float64)
+        if not self.scoring.weighted:
+            weight = np.ones_like(weight)
+        weight[self.count == 0] = 0.0
+        if weight.sum() <= 0:
+            return None, None
+        share = weight / weight.sum()
         pooled = np.tensordot(share, self.influence, axes=2)
-        return HeadCells(
-            cells,
-            overall,
-            self._error(pooled) if share.any() else float("nan"),
-            self.distance_sum,
-            self.distance_count,
+        return defined(np.nansum(self._values() * share)), self._error(pooled)
+
+    def distance(self) -> tuple[DistanceBin, ...]:
+        """The bins of distance that hold a pair."""
+        total, count = self.distance_sum, self.distance_count
+        return tuple(
+            DistanceBin(int(i), int(j), float(total[i, j]), int(count[i, j]))
+            for i, j in np.argwhere(count > 0)
         )
 
-    def _error(self, influence: Float[np.ndarray, " document"]) -> float:
+    def _values(self) -> Float[np.ndarray, "bucket key_bucket"]:
+        """Mean plasticity of each cell; NaN where no pair was scored."""
+        values = np.full(self.total.shape, np.nan)
+        np.divide(self.total, self.count, values, where=self.count > 0)
+        return values
+
+    def _error(self, influence: Float[np.ndarray, " document"]) -> float | None:
         """The bootstrap's standard error of a sum over documents."""
         chosen = len(influence)
         if chosen < 2:
-            return float("nan")
+            return None
         centred = influence - influence.mean()
-        return float(np.sqrt(centred @ centred * self.scoring.num_documents / (chosen - 1)))
+        return defined(np.sqrt(centred @ centred * self.scoring.num_documents / (chosen - 1)))
+
+
+def fifth_means(
+    cells: Sequence[Cell], fifths: Mapping[int, Sequence[int]], *, weighted: bool
+) -> list[float | None]:
+    """Plasticity by fifths of the position range; a cell counts where its queries lie.
+
+    `fifths` are each query bucket's queries by fifth of the position range.
+    """
+    sums, weights = np.zeros(5), np.zeros(5)
+    for cell in cells:
+        if cell.plasticity is None:
+            continue
+        share = np.array(fifths[cell.q_bucket]) / cell.n_queries
+        weight = share * (cell.n_queries * cell.n_keys if weighted else 1)
+        sums += weight * cell.plasticity
+        weights += weight
+    return [float(s / w) if w > 0 else None for s, w in zip(sums, weights, strict=True)]
 
 
 def without_identical(batch: PairBatch) -> PairBatch:

@@ -19,21 +19,42 @@ from headwise.values import from_plain, to_plain
 
 HeadGrid = tuple[tuple[float | None, ...], ...]  # [layer][head]; None where nothing was measured
 
-
 FILE = "plasticity.json"
-
 
 # Where and how the work was done: no part of what two runs must have in common.
 _NOT_SAVED = {"dataset_local_root", "max_workers", "backend", "scheduler"}
-
-
 _MAY_DIFFER = {*_NOT_SAVED, "model_dir", "dataset_name", "revision"}
 
 
-@dataclass(frozen=True)
-class QueryMetrics:
-    """How a head's queries follow position and how normal they are, under their CSV columns."""
+class Cell(NamedTuple):
+    """One (query bucket, key bucket) of a head; a list in JSON, for there are many."""
 
+    q_bucket: int
+    k_bucket: int
+    plasticity: float | None  # None: no pair could be scored
+    n_pairs: int
+    n_queries: int
+    n_keys: int
+    se: float | None
+    q_position: float  # mean position of the bucket's queries
+
+
+class DistanceBin(NamedTuple):
+    """Summed plasticity of the pairs in one bin of (key distance, query distance); also a list."""
+
+    key_bin: int
+    query_bin: int
+    total: float
+    n_pairs: int
+
+
+@dataclass(frozen=True)
+class HeadRecord:
+    """All that is measured on one head: names are the columns of `head_metrics.csv`."""
+
+    layer: int
+    q_head: int
+    k_head: int
     n_q_tokens: int
     n_k_tokens: int
     d_model: int
@@ -49,48 +70,46 @@ class QueryMetrics:
     q_noise_med_abs_kurt: float | None
     q_noise_med_ks_p: float | None
     q_noise_frac_ks_p_lt_alpha: float | None
+    ap_overall: float | None
     q_beta_norm: float | None
+    ap_se: float | None
+    ap_quintile_1: float | None  # of the position range
+    ap_quintile_2: float | None
+    ap_quintile_3: float | None
+    ap_quintile_4: float | None
+    ap_quintile_5: float | None
     q_resid0_lilliefors_p: float | None
     q_noise_med_lilliefors_p: float | None
     q_noise_frac_lilliefors_p_lt_alpha: float | None
-
-
-class CellRecord(NamedTuple):
-    """One (query bucket, key bucket); a list in JSON, for there are many."""
-
-    q_bucket: int
-    k_bucket: int
-    plasticity: float | None
-    n_pairs: int
-    n_queries: int
-    n_keys: int
-    se: float | None
-
-
-class DistanceRecord(NamedTuple):
-    """Summed plasticity of the pairs in one bin of (key distance, query distance); also a list."""
-
-    key_bin: int
-    query_bin: int
-    total: float
-    n_pairs: int
-
-
-@dataclass(frozen=True)
-class HeadRecord:
-    """One head's result; `fifths` and `tau` are by query bucket."""
-
-    layer: int
-    q_head: int
-    k_head: int
-    metrics: QueryMetrics
     r2: tuple[float | None, ...]  # of each oriented component on position
-    fifths: dict[int, tuple[int, ...]]  # queries by fifth of the position range
-    tau: dict[int, float]  # mean position
-    cells: tuple[CellRecord, ...]
-    overall: float | None
-    se: float | None
-    distance: tuple[DistanceRecord, ...]
+    cells: tuple[Cell, ...]  # by query bucket, then key bucket
+    distance: tuple[DistanceBin, ...]
+
+    @property
+    def ap_first_20pct(self) -> float | None:
+        """Plasticity in the first fifth of the position range."""
+        return self.ap_quintile_1
+
+    @property
+    def ap_last_20pct(self) -> float | None:
+        """Plasticity in the last fifth of the position range."""
+        return self.ap_quintile_5
+
+    @property
+    def ap_drop(self) -> float | None:
+        """How much plasticity falls from the first fifth to the last."""
+        first, last = self.ap_quintile_1, self.ap_quintile_5
+        return None if first is None or last is None else first - last
+
+    @property
+    def n_cells(self) -> int:
+        """Cells that could be scored."""
+        return sum(cell.plasticity is not None for cell in self.cells)
+
+    @property
+    def n_pairs(self) -> int:
+        """Pairs of the cells that could be scored."""
+        return sum(cell.n_pairs for cell in self.cells if cell.plasticity is not None)
 
 
 @dataclass(frozen=True)
@@ -196,5 +215,5 @@ class PlasticitySummary:
 
 def find_plasticity(*folders: Path) -> PlasticitySummary | None:
     """The first plasticity.json in these folders or their subfolders `plasticity`."""
-    found = [place / FILE for folder in folders for place in (folder, folder / "plasticity")]
-    return next((PlasticitySummary.load(path) for path in found if path.exists()), None)
+    paths = [place / FILE for folder in folders for place in (folder, folder / "plasticity")]
+    return next((PlasticitySummary.load(path) for path in paths if path.exists()), None)
