@@ -13,13 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from headwise.artefacts import save_artefact, write_text
-from headwise.diagnosis.triage_values import (
-    HeadTriage,
-    Triage,
-    TriageProvenance,
-    TriageThresholds,
-)
-from headwise.diagnosis.values import Pooled, Profile, SinkRate, Thresholds, diagnosis_from
+from headwise.diagnosis.settings import Thresholds
+from headwise.diagnosis.triage_settings import TriageThresholds
+from headwise.diagnosis.triage_values import HeadTriage, Triage, TriageProvenance
+from headwise.diagnosis.values import Pooled, Profile, SinkRate, diagnosis_from
 from headwise.heads import Head, all_heads
 from headwise.intervals import Interval, mean_interval
 from headwise.models.values import ModelInfo
@@ -32,14 +29,9 @@ from headwise.plasticity.values import (
     PlasticitySummary,
 )
 from headwise.proof.compare import Snapshot, compare
-from headwise.proof.completed_texts import (
-    Completion,
-    Completions,
-    Prompt,
-    Sampling,
-    measure_text,
-)
+from headwise.proof.completed_texts import Completion, Completions, Prompt, measure_text
 from headwise.proof.evaluation import Evaluation
+from headwise.proof.settings import Sampling
 from headwise.proof.trajectories import run_maps
 from headwise.provenance import Decisions, MeasureSettings, Provenance, TextInfo
 from headwise.studies.study import Study

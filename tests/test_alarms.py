@@ -16,7 +16,8 @@ from headwise.errors import ModelError
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.patch import Patch
 from headwise.proof.compare import compare
-from headwise.proof.completed_texts import Prompt, Sampling
+from headwise.proof.completed_texts import Prompt
+from headwise.proof.settings import Sampling
 from headwise.report.write import write_report
 from headwise.surgery.recipe import Recipe
 from headwise.surgery.run_settings import RunSettings

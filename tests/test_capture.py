@@ -16,7 +16,8 @@ from headwise.heads import Head
 from headwise.models.architectures import geometry_of, positions_of
 from headwise.plasticity import capture
 from headwise.plasticity.buckets import Buckets
-from headwise.plasticity.capture import CaptureSettings, _vectors
+from headwise.plasticity.capture import _vectors
+from headwise.plasticity.settings import CaptureSettings
 from headwise.texts.text_sets import TextSet
 from planned import random_ids
 

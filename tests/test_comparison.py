@@ -10,7 +10,8 @@ import pytest
 
 from headwise.artefacts import read_json
 from headwise.diagnosis.bloom_maps import BLOOM, published_diagnoses, published_diagnosis
-from headwise.diagnosis.values import Diagnosis, Thresholds, diagnosis_from
+from headwise.diagnosis.settings import Thresholds
+from headwise.diagnosis.values import Diagnosis, diagnosis_from
 from headwise.errors import ArtefactError
 from headwise.heads import Head
 from headwise.intervals import Interval, mean_interval

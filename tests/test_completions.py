@@ -14,7 +14,6 @@ from headwise.models.loaded_model import LoadedModel
 from headwise.proof.completed_texts import (
     Completion,
     Prompt,
-    Sampling,
     bundled_prompts,
     guess_language,
     measure_text,
@@ -23,6 +22,7 @@ from headwise.proof.completed_texts import (
 )
 from headwise.proof.completions import complete, complete_prompts, prompt_seed
 from headwise.proof.lm_eval import run_tasks
+from headwise.proof.settings import Sampling
 from headwise.surgery.operation import operate
 from planned import plan_for, weight_bits
 

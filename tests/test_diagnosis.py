@@ -17,13 +17,9 @@ from headwise.cli.show import head_grid, rich_table
 from headwise.diagnosis.bimodality import _density
 from headwise.diagnosis.dormancy import activation_dormancy, weight_dormancy
 from headwise.diagnosis.measures import MEASURES, measure_heads, positional_baseline
+from headwise.diagnosis.settings import Thresholds
 from headwise.diagnosis.survey import rank_correlation
-from headwise.diagnosis.values import (
-    Thresholds,
-    classify,
-    diagnosis_from,
-    threshold_sweep,
-)
+from headwise.diagnosis.values import classify, diagnosis_from, threshold_sweep
 from headwise.diagnosis.view import diagnosis_table, grid_html
 from headwise.errors import ArtefactError, ModelError, TextError
 from headwise.heads import Head, select_heads

@@ -10,7 +10,7 @@ import pytest
 from conftest import SENTENCES, tiny_language_model, tiny_tokenizer
 from headwise import capture, compare, diagnose, evaluate, make_plan, repair
 from headwise.errors import ArtefactError
-from headwise.plasticity.capture_info import CaptureSettings
+from headwise.plasticity.settings import CaptureSettings
 from headwise.texts.text_sets import TextSet
 from planned import TINY_RECIPE, small_texts, weight_bits
 from tiny import MORE, UNEVEN

@@ -13,7 +13,8 @@ from headwise.errors import HeadwiseError, ModelError
 from headwise.models.first_token import FirstToken, decide_first_token
 from headwise.models.loaded_model import LoadedModel
 from headwise.proof.compare import compare
-from headwise.proof.completed_texts import Prompt, Sampling
+from headwise.proof.completed_texts import Prompt
+from headwise.proof.settings import Sampling
 from headwise.surgery.plan import SurgeryPlan
 from headwise.surgery.recipe import Recipe
 from headwise.surgery.run_settings import RunSettings

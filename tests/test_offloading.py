@@ -9,7 +9,8 @@ import torch
 
 from conftest import tiny_language_model, tiny_tokenizer
 from headwise.diagnosis.diagnose import diagnose
-from headwise.diagnosis.values import Thresholds
+from headwise.diagnosis.settings import Thresholds
+from headwise.diagnosis.triage_settings import TriageSettings
 from headwise.errors import ModelError
 from headwise.forward.separability import check
 from headwise.heads import Head
@@ -19,13 +20,14 @@ from headwise.models.loaded_model import LoadedModel
 from headwise.models.loading import load_model
 from headwise.models.slices import spans_of, write_slices
 from headwise.plasticity.capture import capture
-from headwise.proof.completed_texts import Prompt, Sampling
+from headwise.proof.completed_texts import Prompt
 from headwise.proof.completions import complete_prompts
 from headwise.proof.evaluate import evaluate
+from headwise.proof.settings import Sampling
 from headwise.surgery.plan import make_plan
 from headwise.surgery.repair import repair
 from headwise.texts.text_sets import TextSet
-from headwise.therapy.triage import TriageSettings, triage
+from headwise.therapy.triage import triage
 from planned import TINY_RECIPE, small_texts
 
 CLOSE = 1e-6

@@ -8,7 +8,8 @@ import yaml
 
 from conftest import tiny_model
 from headwise.diagnosis.bloom_maps import published_diagnoses
-from headwise.diagnosis.values import Thresholds, diagnosis_from
+from headwise.diagnosis.settings import Thresholds
+from headwise.diagnosis.values import diagnosis_from
 from headwise.errors import ArtefactError, SelectionError, SettingsError
 from headwise.heads import Head, format_heads
 from headwise.models.description import describe_model

@@ -32,8 +32,9 @@ from headwise.models.loading import require_finite
 from headwise.models.patch import Slice
 from headwise.models.slices import read_slices, spans_of
 from headwise.proof.ablation import ablate_heads
-from headwise.proof.completed_texts import Prompt, Sampling
+from headwise.proof.completed_texts import Prompt
 from headwise.proof.completions import complete_prompts
+from headwise.proof.settings import Sampling
 from headwise.surgery.run_state import TrainStep
 from headwise.surgery.slice_training import make_masters, training_slices
 from headwise.surgery.training import train

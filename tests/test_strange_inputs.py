@@ -15,7 +15,7 @@ import torch
 
 from conftest import SENTENCES, tiny_language_model, tiny_tokenizer
 from headwise.cli import main
-from headwise.diagnosis.values import Thresholds
+from headwise.diagnosis.settings import Thresholds
 from headwise.errors import HeadwiseError, ModelError, SelectionError, SettingsError, TextError
 from headwise.heads import select_heads, select_in_layers
 from headwise.integrity.checksums import checked_rows, sealed_row
@@ -24,7 +24,7 @@ from headwise.models.loaded_model import LoadedModel
 from headwise.models.loading import load_model
 from headwise.models.tensor_files import stored_tensors
 from headwise.plasticity.buckets import Buckets
-from headwise.plasticity.capture_info import CaptureSettings
+from headwise.plasticity.settings import CaptureSettings
 from headwise.texts.text_sets import read_texts
 
 
@@ -301,7 +301,7 @@ def packed_model():
         for role in "qkvo":
             name = f"{role}_proj"
             setattr(layer.self_attn, name, Packed(getattr(layer.self_attn, name)))
-    return LoadedModel("packed", model, tiny_tokenizer()).starting_with(False)
+    return LoadedModel("packed", model, tiny_tokenizer()).reading(False)
 
 
 def test_quantised_heads_are_read_and_ablated_but_not_operated_on(tmp_path):

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from conftest import tiny_language_model, tiny_tokenizer
 from headwise.diagnosis.diagnose import diagnose
+from headwise.diagnosis.triage_settings import TriageSettings
 from headwise.errors import ModelError, UnknownArchitectureError
 from headwise.forward import layer_by_layer
 from headwise.forward.replacements import Variant, variant_losses
@@ -28,11 +29,11 @@ from headwise.models.stored_weights import stored_weights
 from headwise.models.tensor_files import StoredTensor
 from headwise.models.values import PatchInfo
 from headwise.plasticity.capture import capture
-from headwise.plasticity.capture_info import CaptureSettings
+from headwise.plasticity.settings import CaptureSettings
 from headwise.proof.evaluate import evaluate
 from headwise.proof.perplexity import text_losses
 from headwise.texts.text_sets import TextSet
-from headwise.therapy.triage import TriageSettings, triage
+from headwise.therapy.triage import triage
 from planned import random_ids, small_texts
 
 CLOSE = 1e-6

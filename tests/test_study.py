@@ -22,7 +22,8 @@ from typer.testing import CliRunner
 from headwise.cli import app
 from headwise.cli.show import cost_tables
 from headwise.cli.study import _runnable
-from headwise.diagnosis.values import Thresholds, diagnosis_from
+from headwise.diagnosis.settings import Thresholds
+from headwise.diagnosis.values import diagnosis_from
 from headwise.errors import ArtefactError, SettingsError, TrainingError
 from headwise.models.patch import Patch
 from headwise.proof.evaluation import Evaluation, EvaluationProvenance, HeadCosts

@@ -14,15 +14,16 @@ from eager import head_values, watched
 from headwise.cli import app
 from headwise.diagnosis.diagnose import diagnose
 from headwise.diagnosis.mean_outputs import measure_means
+from headwise.diagnosis.settings import Thresholds
+from headwise.diagnosis.triage_settings import TriageSettings, TriageThresholds
 from headwise.diagnosis.triage_values import (
     TRIAGE_CLASSES,
     HeadTriage,
     Triage,
-    TriageThresholds,
     is_decided,
     triage_class,
 )
-from headwise.diagnosis.values import Thresholds, diagnosis_from
+from headwise.diagnosis.values import diagnosis_from
 from headwise.errors import ArtefactError, HeadwiseError, SettingsError, TextError
 from headwise.heads import Head, all_heads
 from headwise.intervals import Interval
@@ -37,7 +38,7 @@ from headwise.surgery.treatments import Dose, treat
 from headwise.texts.batches import batches
 from headwise.texts.corpus import in_validation, triage_texts
 from headwise.texts.text_sets import TextSet, default_corpus, default_texts
-from headwise.therapy.triage import TriageSettings, triage
+from headwise.therapy.triage import triage
 
 # a family of each way to know positions, with grouped keys and with norms of queries and keys
 FAMILIES = ("bloom", "llama", "gpt2", "qwen3", "falcon-mqa", "gemma2", "mpt-clip", "gptj")

@@ -19,7 +19,7 @@ from campaigns import desk
 from campaigns.mutations import BOMB
 from conftest import tiny_language_model, tiny_model, tiny_tokenizer
 from headwise.artefacts import save_artefact
-from headwise.diagnosis.values import Thresholds
+from headwise.diagnosis.settings import Thresholds
 from headwise.errors import (
     ArtefactError,
     HeadwiseError,
@@ -37,7 +37,7 @@ from headwise.models.loading import load_model
 from headwise.models.patch import Patch, Slice
 from headwise.models.slices import Span, head_spans
 from headwise.models.tensor_files import read_safetensors, write_safetensors
-from headwise.plasticity.capture_info import CaptureSettings
+from headwise.plasticity.settings import CaptureSettings
 from headwise.settings import read_yaml
 from headwise.surgery.checkpoints import load_best
 from headwise.surgery.recipe import recipe_named

@@ -11,14 +11,8 @@ import numpy as np
 import pytest
 
 from headwise.diagnosis.bloom_maps import STOCK_MAPS
-from headwise.diagnosis.values import (
-    Diagnosis,
-    Pooled,
-    Profile,
-    SinkRate,
-    Thresholds,
-    diagnosis_from,
-)
+from headwise.diagnosis.settings import Thresholds
+from headwise.diagnosis.values import Diagnosis, Pooled, Profile, SinkRate, diagnosis_from
 from headwise.errors import ArtefactError
 from headwise.intervals import Interval
 from headwise.proof.compare import Snapshot, compare

@@ -16,17 +16,17 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from functools import cache, partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import joblib
 from joblib.externals.loky import ProcessPoolExecutor
 
 from headwise.errors import HeadwiseError, SettingsError
+from headwise.keywords import Backend
 
 Item = TypeVar("Item")
 OneItem = TypeVar("OneItem", bound=Hashable)
 Result = TypeVar("Result")
-Backend = Literal["joblib", "dask"]
 Running = Mapping["Future[Any]", "tuple[ProcessPoolExecutor, Any]"]
 
 _PARENT_SECONDS = 0.5  # between a worker's looks at its parent

@@ -10,19 +10,21 @@ import torch
 from conftest import tiny_language_model, tiny_tokenizer
 from headwise.diagnosis.diagnose import diagnose
 from headwise.diagnosis.survey import survey
+from headwise.diagnosis.triage_settings import TriageSettings
 from headwise.models.loaded_model import LoadedModel
 from headwise.plasticity.capture import capture
-from headwise.plasticity.capture_info import CaptureSettings
 from headwise.plasticity.run import measure_plasticity
+from headwise.plasticity.settings import CaptureSettings
 from headwise.proof.compare import compare
-from headwise.proof.completed_texts import Prompt, Sampling
+from headwise.proof.completed_texts import Prompt
 from headwise.proof.completions import complete
 from headwise.proof.evaluate import evaluate
+from headwise.proof.settings import Sampling
 from headwise.studies.run import run_study
 from headwise.studies.study import Study
 from headwise.texts.text_sets import TextSet
 from headwise.therapy.repair import repair
-from headwise.therapy.triage import TriageSettings, triage
+from headwise.therapy.triage import triage
 from headwise.watch.checkpoints import watch_checkpoints
 from planned import TINY_RECIPE, plan_for, random_batch, small_texts
 
@@ -34,7 +36,7 @@ HELD = TextSet("held", tuple(f"{text} And so on." for text in TEXTS.texts[:4]))
 @cache
 def loaded() -> LoadedModel:
     torch.set_num_threads(1)
-    return LoadedModel("tiny", tiny_language_model("llama"), tiny_tokenizer()).starting_with(False)
+    return LoadedModel("tiny", tiny_language_model("llama"), tiny_tokenizer()).reading(False)
 
 
 @cache

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from typing_extensions import Doc
 
-from headwise.cli.app import app
-from headwise.cli.options import AllowPickle, Dtype, Quiet, RemoteCode, load
+from headwise.cli.options import Quiet, load
+from headwise.cli.verbs import verb
+from headwise.models.settings import LoadSettings
 
 
-@app.command(
-    short_help="A patch of low rank as an exact PEFT adapter.",
-    epilog="Example: headwise export out/run/patch.safetensors --peft adapter/",
+@verb(
+    "A patch of low rank as an exact PEFT adapter.",
+    example="export out/run/patch.safetensors --peft adapter/",
 )
 def export(
     patch: Annotated[Path, typer.Argument(help="patch.safetensors")],
-    peft: Annotated[Path, typer.Option("--peft", help="Folder for the PEFT adapter.")],
-    model: Annotated[
-        str | None, typer.Option(help="The base; default: the one the patch names.")
-    ] = None,
-    full_rank: Annotated[
-        bool, typer.Option("--full-rank", help="Also if the change is not of low rank.")
-    ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Accept another base.")] = False,
-    dtype: Dtype = None,
-    allow_pickle: AllowPickle = False,
-    trust_remote_code: RemoteCode = False,
+    peft: Annotated[Path, Doc("Folder for the PEFT adapter.")],
+    loading: LoadSettings,
+    model: Annotated[str | None, Doc("The base; default: the one the patch names.")] = None,
+    full_rank: Annotated[bool, Doc("Also if the change is not of low rank.")] = False,
+    force: Annotated[bool, Doc("Accept another base.")] = False,
     quiet: Quiet = False,
 ) -> None:
     """Write a patch of low rank as an exact PEFT adapter, and prove it."""
@@ -37,7 +34,7 @@ def export(
 
     read = Patch.load(patch)
     base = model or read.info.base_model
-    loaded = load(base, dtype or read.dtype, None, allow_pickle, trust_remote_code)
+    loaded = load(base, replace(loading, dtype=loading.dtype or read.dtype))
     made = export_peft(loaded, read, peft, full_rank=full_rank, force=force)
     console(quiet).print(
         f"rank {made.rank} in {len(made.modules)} projections, {made.num_weights:,} weights; "
@@ -46,17 +43,12 @@ def export(
     console(quiet).print(f"wrote a PEFT adapter of {base} in {made.folder}", style="dim")
 
 
-@app.command(
-    short_help="Model card and upload.",
-    epilog="Example: headwise push repaired/ me/repaired --run out/run",
-)
+@verb("Model card and upload.", example="push repaired/ me/repaired --run out/run")
 def push(
     folder: Annotated[Path, typer.Argument(help="A merged model or a PEFT adapter.")],
     to: Annotated[str, typer.Argument(metavar="REPO", help="A hub id, or a local folder.")],
-    run: Annotated[
-        Path | None, typer.Option(help="The run whose artefacts the model card tells.")
-    ] = None,
-    private: Annotated[bool, typer.Option("--private", help="A private repository.")] = False,
+    run: Annotated[Path | None, Doc("The run whose artefacts the model card tells.")] = None,
+    private: Annotated[bool, Doc("A private repository.")] = False,
     quiet: Quiet = False,
 ) -> None:
     """Write a model card from the artefacts and upload the folder."""

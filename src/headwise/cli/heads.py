@@ -2,65 +2,46 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from typing_extensions import Doc
 
-from headwise.cli.app import app, resumable
+from headwise.cli.app import resumable
 from headwise.cli.options import (
-    AllowPickle,
-    BatchSize,
-    Bos,
-    Dead,
-    DeviceMap,
-    Dtype,
     Figures,
-    Lines,
-    LowEntropy,
-    MaxLength,
     Model,
     Out,
     Quiet,
-    RemoteCode,
-    Seed,
-    Sink,
-    SkipQueries,
-    Stream,
-    Texts,
     alarm,
     announce,
-    choice,
-    chosen_texts,
-    given_texts,
     load,
     load_reader,
     wrote,
 )
+from headwise.cli.verbs import verb
+from headwise.diagnosis.settings import DiagnoseSettings
+from headwise.keywords import Bos, Seed, Stream, keywords_of
+from headwise.models.settings import LoadSettings
+from headwise.surgery.plan_settings import PlanSettings
+from headwise.texts.settings import TextSettings
 
 
-@app.command(
-    short_help="Every head: where it looks, what it gives, its class.",
-    epilog="Example: headwise diagnose MODEL --out out/d",
+@verb(
+    "Every head: where it looks, what it gives, its class.",
+    example="diagnose MODEL --out out/d",
 )
 def diagnose(
     model: Model,
-    out: Out = Path("out/diagnosis"),
-    texts: Texts = None,
-    lines: Lines = False,
-    max_length: MaxLength = 512,
-    batch_size: BatchSize = 4,
-    skip_queries: SkipQueries = 0,
+    texts: TextSettings,
+    settings: DiagnoseSettings,
+    loading: LoadSettings,
     bos: Bos = None,
-    dead: Dead = 0.95,
-    sink: Sink = 0.50,
-    low_entropy: LowEntropy = 0.50,
-    figures: Figures = True,
-    device_map: DeviceMap = None,
-    dtype: Dtype = None,
     stream: Stream = None,
-    allow_pickle: AllowPickle = False,
-    trust_remote_code: RemoteCode = False,
+    figures: Figures = True,
+    out: Out = Path("out/diagnosis"),
     quiet: Quiet = False,
 ) -> None:
     """Measure every head: where its attention goes, what it gives, whether it collapsed."""
@@ -68,22 +49,13 @@ def diagnose(
     from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import console, head_grid, rich_table
     from headwise.diagnosis.diagnose import diagnose as run
-    from headwise.diagnosis.values import Thresholds
     from headwise.diagnosis.view import diagnosis_table
 
-    chosen = chosen_texts(texts, lines, model, most=120)  # enough for a map, in seconds
-    how = (dtype, device_map, allow_pickle, trust_remote_code)
-    loaded = load_reader(model, how, bos, quiet, max_length=max_length, stream=stream)
+    given = texts.read()
+    cut = settings.max_length
+    loaded = load_reader(model, loading, bos=bos, stream=stream, max_length=cut, quiet=quiet)
     with resumable("nothing was written"), progress_bars(quiet) as progress:
-        diagnosis = run(
-            loaded,
-            chosen,
-            max_length=max_length,
-            batch_size=batch_size,
-            skip_queries=skip_queries,
-            thresholds=Thresholds(dead, sink, low_entropy),
-            progress=progress,
-        )
+        diagnosis = run(loaded, given, **keywords_of(settings), progress=progress)
     written, screen = [diagnosis.save(out / "diagnosis.json")], console(quiet)
     if figures:
         screen.print("drawing figures", style="dim")
@@ -96,22 +68,19 @@ def diagnose(
     alarm(diagnosis.alarms, quiet)
 
 
-@app.command(
-    short_help="Several models or diagnoses in one table and figure.",
-    epilog="Example: headwise survey out/a/diagnosis.json out/b/diagnosis.json",
+@verb(
+    "Several models or diagnoses in one table and figure.",
+    example="survey out/a/diagnosis.json out/b/diagnosis.json",
 )
 def survey(
     sources: Annotated[
         list[str], typer.Argument(metavar="MODEL|DIAGNOSIS.json...", help="Models or diagnoses.")
     ],
-    out: Out = Path("out/survey"),
-    texts: Texts = None,
-    lines: Lines = False,
-    max_length: MaxLength = 512,
-    batch_size: BatchSize = 4,
+    texts: TextSettings,
+    settings: DiagnoseSettings,
+    loading: LoadSettings,
     bos: Bos = None,
-    device_map: DeviceMap = None,
-    dtype: Dtype = None,
+    out: Out = Path("out/survey"),
     quiet: Quiet = False,
 ) -> None:
     """Compare several models, or saved diagnoses, in one table and one figure."""
@@ -125,11 +94,9 @@ def survey(
     with resumable("nothing was written"), progress_bars(quiet) as progress:
         result = run(
             sources,
-            texts=given_texts(texts, lines),
-            max_length=max_length,
-            batch_size=batch_size,
-            dtype=dtype,
-            device_map=device_map,
+            texts=texts.read(),
+            **keywords_of(settings),
+            **keywords_of(loading),
             bos=bos,
             progress=progress,
         )
@@ -141,20 +108,12 @@ def survey(
     wrote(written, quiet)
 
 
-@app.command(
-    short_help="Is the family known, and are its heads separable?",
-    epilog="Example: headwise check MODEL",
-)
+@verb("Is the family known, and are its heads separable?", example="check MODEL")
 def check(
     model: Model,
+    loading: LoadSettings,
+    write_row: Annotated[bool, Doc("Print the model's row, to contribute it.")] = False,
     out: Out = Path("out/check"),
-    device_map: DeviceMap = None,
-    dtype: Dtype = None,
-    allow_pickle: AllowPickle = False,
-    trust_remote_code: RemoteCode = False,
-    write_row: Annotated[
-        bool, typer.Option("--write-row", help="Print the model's row, to contribute it.")
-    ] = False,
     seed: Seed = 0,
     quiet: Quiet = False,
 ) -> None:
@@ -166,7 +125,7 @@ def check(
     from headwise.forward.separability import check as run
 
     screen = console(quiet)
-    loaded = load(model, dtype, device_map, allow_pickle, trust_remote_code)
+    loaded = load(model, loading)
     screen.print("moving every kind of slice, one at a time", style="dim")
     result = run(loaded.model, seed=seed)
     path = save_artefact(out / "check.json", "check", {**result.to_json(), "model": loaded.id})
@@ -184,24 +143,16 @@ def check(
     wrote([path], quiet)
 
 
-@app.command(
-    short_help="Which heads are operated on, and how.",
-    epilog="Example: headwise plan out/d --heads 'sick & layer >= 4' --out plan.yaml",
+@verb(
+    "Which heads are operated on, and how.",
+    example="plan out/d --heads 'sick & layer >= 4' --out plan.yaml",
 )
 def plan(
     diagnosis: Annotated[
         Path, typer.Argument(help="diagnosis.json, triage.json, evaluation.json or a folder.")
     ],
-    heads: Annotated[str | None, typer.Option(help="e.g. 'L5-22H9-15 & sick'")] = None,
-    preset: Annotated[str | None, typer.Option(help="pass1, pass2 or column")] = None,
-    column: Annotated[int | None, typer.Option(help="Head index for the preset column.")] = None,
-    init: Annotated[str, typer.Option(help="xavier_normal, xavier_uniform, match-healthy")] = (
-        "xavier_normal"
-    ),
-    compensate: Annotated[str, typer.Option(help="none or mean")] = "none",
-    kv_policy: Annotated[str, typer.Option(help="whole-group or queries-only")] = "whole-group",
-    out: Annotated[Path, typer.Option(help="The plan file.")] = Path("plan.yaml"),
-    seed: Seed = 42,
+    settings: PlanSettings,
+    out: Annotated[Path, Doc("The plan file.")] = Path("plan.yaml"),
     quiet: Quiet = False,
 ) -> None:
     """Turn a diagnosis into a plan: which heads to operate on, and how.
@@ -224,37 +175,25 @@ def plan(
 
     found = read_snapshot(diagnosis)
     costs = {} if found.evaluation is None else {"ablation_cost": found.evaluation.cost_map()}
-    made = make_plan(
-        found.triage or found.diagnosis,
-        measures=costs,
-        heads=heads,
-        preset=choice(preset, "pass1", "pass2", "column"),
-        column=column,
-        init=choice(init, "xavier_normal", "xavier_uniform", "match-healthy"),
-        compensate=choice(compensate, "none", "mean"),
-        kv_policy=choice(kv_policy, "whole-group", "queries-only"),
-        seed=seed,
-    )
+    source = found.triage or found.diagnosis
+    made = make_plan(source, measures=costs, **keywords_of(settings))
     path = out if out.suffix in (".yaml", ".yml") else out / "plan.yaml"
     made.save(path)
     print_tables([made.table()], quiet)
     wrote([path], quiet)
 
 
-@app.command(
-    short_help="An ordinary model directory with the patch; --undo.",
-    epilog="Example: headwise apply MODEL out/run/patch.safetensors --out repaired/",
+@verb(
+    "An ordinary model directory with the patch; --undo.",
+    example="apply MODEL out/run/patch.safetensors --out repaired/",
 )
 def apply(
     model: Model,
     patches: Annotated[list[Path], typer.Argument(metavar="PATCH...", help="patch.safetensors")],
+    loading: LoadSettings,
     out: Out = Path("out/model"),
-    undo: Annotated[bool, typer.Option("--undo", help="Take the patches out again.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Accept another base.")] = False,
-    device_map: DeviceMap = None,
-    dtype: Dtype = None,
-    allow_pickle: AllowPickle = False,
-    trust_remote_code: RemoteCode = False,
+    undo: Annotated[bool, Doc("Take the patches out again.")] = False,
+    force: Annotated[bool, Doc("Accept another base.")] = False,
     quiet: Quiet = False,
 ) -> None:
     """Write an ordinary model directory with patches merged in, or taken out again."""
@@ -264,7 +203,7 @@ def apply(
     from headwise.models.patch import Patch
 
     read = [Patch.load(path) for path in patches]
-    loaded = load(model, dtype or read[0].dtype, device_map, allow_pickle, trust_remote_code)
+    loaded = load(model, replace(loading, dtype=loading.dtype or read[0].dtype))
     apply_patches(loaded, read, out, undo=undo, force=force)
     console(quiet).print(
         f"wrote a model with {len(read)} patch(es) {'undone' if undo else 'merged'} in {out}"

@@ -2,93 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from annotated_types import Ge
+from typing_extensions import Doc
 
-from headwise.cli.app import app, resumable
+from headwise.cli.app import resumable
 from headwise.cli.options import (
-    Adaptive,
-    AllowPickle,
-    BatchSize,
-    Bos,
-    DeviceMap,
-    Dtype,
     Figures,
-    Lines,
-    MaxLength,
     Model,
     Out,
-    Patches,
     Quiet,
-    RemoteCode,
-    Seed,
-    Stream,
-    Texts,
     Yes,
     alarm,
     announce,
-    choice,
-    chosen_texts,
     load_reader,
     minding,
-    patch_first_tokens,
     wrote,
 )
+from headwise.cli.verbs import verb
+from headwise.keywords import Backend, BatchSize, Bos, Patches, Seed, Stream, keywords_of
+from headwise.models.settings import LoadSettings
+from headwise.plasticity.settings import CaptureSettings, Definition
+from headwise.proof.settings import EvaluateSettings, Sampling
+from headwise.texts.settings import TextSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from headwise.plasticity.run import Plasticity
     from headwise.plasticity.values import HeadFailure
     from headwise.proof.completed_texts import Completions
 
-AblatedHeads = Annotated[
-    str | None, typer.Option(help="Heads to ablate one by one: a selection, `all` or `none`.")
-]
 
-
-MaxPairs = Annotated[
-    int | None, typer.Option(help="Sample a key bucket with more pairs; 200,000.", min=1)
-]
-
-
-MaxRows = Annotated[
-    int | None, typer.Option(help="Sample a head with more vectors; 50,000.", min=2)
-]
-
-
-Tasks = Annotated[list[str] | None, typer.Option(help="lm-evaluation-harness tasks as well.")]
-
-
-@app.command(
-    short_help="Perplexity, and what each head is worth.",
-    epilog="Example: headwise evaluate MODEL --patch out/run/patch.safetensors --out out/after",
+@verb(
+    "Perplexity, and what each head is worth.",
+    example="evaluate MODEL --patch out/run/patch.safetensors --out out/after",
 )
 def evaluate(
     model: Model,
-    patch: Patches = None,
-    texts: Texts = None,
-    lines: Lines = False,
-    heads: AblatedHeads = None,
-    max_length: MaxLength = 512,
-    max_texts: Annotated[int, typer.Option(help="Texts used to judge heads.", min=2)] = 64,
-    max_tokens: Annotated[
-        int | None, typer.Option(help="Read no more tokens of each text set.", min=2)
-    ] = None,
-    adaptive: Adaptive = True,
-    batch_size: BatchSize = 4,
+    texts: TextSettings,
+    settings: EvaluateSettings,
+    loading: LoadSettings,
     bos: Bos = None,
-    tasks: Tasks = None,
-    out: Out = Path("out/evaluation"),
-    device_map: DeviceMap = None,
-    dtype: Dtype = None,
     stream: Stream = None,
-    allow_pickle: AllowPickle = False,
-    trust_remote_code: RemoteCode = False,
-    force: Annotated[bool, typer.Option("--force", help="Apply patches to another base.")] = False,
-    seed: Seed = 0,
+    out: Out = Path("out/evaluation"),
     yes: Yes = False,
     quiet: Quiet = False,
 ) -> None:
@@ -96,28 +55,17 @@ def evaluate(
     announce(model, quiet)
     from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import print_tables
-    from headwise.proof.evaluate import evaluate as run, paper_prompts
+    from headwise.proof.evaluate import evaluate as run
     from headwise.proof.view import evaluation_tables
 
-    sets = [chosen_texts(texts, lines, model), paper_prompts()]
-    how, before = (dtype, device_map, allow_pickle, trust_remote_code), patch_first_tokens(patch)
-    loaded = load_reader(
-        model, how, bos, quiet, inherited=before, max_length=max_length, stream=stream
-    )
+    given = texts.read()
+    cut = settings.max_length
+    loaded = load_reader(model, loading, bos=bos, stream=stream, max_length=cut, quiet=quiet)
     with resumable("nothing was written"), progress_bars(quiet) as progress:
         found = run(
             loaded,
-            sets,
-            patches=patch or [],
-            heads=heads,
-            max_length=max_length,
-            max_texts=max_texts,
-            max_tokens=max_tokens,
-            batch_size=batch_size,
-            tasks=tasks or [],
-            adaptive=adaptive,
-            force=force,
-            seed=seed,
+            None if given is None else [given],
+            **keywords_of(settings),
             budget=minding(quiet, yes),
             progress=progress,
         )
@@ -126,45 +74,35 @@ def evaluate(
     alarm(found.alarms, quiet)
 
 
-@app.command(
-    short_help="Prompts with and without each patch, side by side.",
-    epilog="Example: headwise complete MODEL --patch out/run/patch.safetensors",
+@verb(
+    "Prompts with and without each patch, side by side.",
+    example="complete MODEL --patch out/run/patch.safetensors",
 )
 def complete(
     model: Model,
-    patch: Patches = None,
-    prompts: Annotated[Path | None, typer.Option(help="Prompts, one a line or .jsonl.")] = None,
-    new_tokens: Annotated[int, typer.Option(help="Tokens to add.", min=1)] = 100,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0)] = 0.7,
-    top_p: Annotated[float, typer.Option(help="Nucleus sampling.", min=0.01, max=1)] = 0.92,
+    sampling: Sampling,
+    loading: LoadSettings,
+    patches: Patches = (),
+    prompts: Annotated[Path | None, Doc("Prompts, one a line or .jsonl.")] = None,
     batch_size: BatchSize = 10,
     bos: Bos = None,
     out: Out = Path("out/completions"),
-    device_map: DeviceMap = None,
-    dtype: Dtype = None,
-    seed: Seed = 42,
     quiet: Quiet = False,
 ) -> None:
     """Complete prompts with the stock model and with each patch, side by side."""
     announce(model, quiet)
     from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import print_tables
-    from headwise.proof.completed_texts import Sampling, read_prompts
+    from headwise.proof.completed_texts import read_prompts
     from headwise.proof.completions import complete as run
     from headwise.proof.view import completions_table
 
-    named = _named_patches(patch or [])
+    named = _named_patches(patches)
     chosen = None if prompts is None else read_prompts(prompts)
-    how, before = (dtype, device_map, False, False), patch_first_tokens(patch)
-    loaded = load_reader(model, how, bos, quiet, inherited=before)
+    loaded = load_reader(model, loading, quiet=quiet, bos=bos)
     with resumable("nothing was written"), progress_bars(quiet) as progress:
         found = run(
-            loaded,
-            chosen,
-            Sampling(new_tokens, temperature, top_p, seed),
-            patches=named,
-            batch_size=batch_size,
-            progress=progress,
+            loaded, chosen, sampling, patches=named, batch_size=batch_size, progress=progress
         )
     print_tables([completions_table(found)], quiet)
     _show_some(found, quiet)
@@ -184,7 +122,7 @@ def _show_some(found: Completions, quiet: bool) -> None:
             screen.print(f"  {name}: {text}"[:80], style="dim", markup=False)
 
 
-def _named_patches(paths: list[Path]) -> dict[str, list[Path]]:
+def _named_patches(paths: Sequence[Path]) -> dict[str, list[Path]]:
     """A condition for each patch, called by its run directory."""
     names = [path.parent.name or path.stem for path in paths]
     if len({"stock", *names}) < len(names) + 1:
@@ -192,16 +130,16 @@ def _named_patches(paths: list[Path]) -> dict[str, list[Path]]:
     return {name: [path] for name, path in zip(names, paths, strict=True)}
 
 
-@app.command(
-    short_help="What changed between two conditions, and how surely.",
-    epilog="Example: headwise compare out/before out/after --run out/run",
+@verb(
+    "What changed between two conditions, and how surely.",
+    example="compare out/before out/after --run out/run",
 )
 def compare(
     before: Annotated[Path, typer.Argument(help="diagnosis.json, evaluation.json or a folder")],
     after: Annotated[Path, typer.Argument(help="The same after the operation.")],
-    plan: Annotated[Path | None, typer.Option(help="plan.yaml: gives the zones.")] = None,
-    run: Annotated[Path | None, typer.Option(help="Run directory: gives checkpoints.")] = None,
-    csv: Annotated[bool, typer.Option("--csv", help="Also comparison.csv, a row a head.")] = False,
+    plan: Annotated[Path | None, Doc("plan.yaml: gives the zones.")] = None,
+    run: Annotated[Path | None, Doc("Run directory: gives checkpoints.")] = None,
+    csv: Annotated[bool, Doc("Also comparison.csv, a row a head.")] = False,
     out: Out = Path("out/comparison"),
     seed: Seed = 0,
     quiet: Quiet = False,
@@ -231,34 +169,23 @@ def compare(
     alarm(found.alarms, quiet)
 
 
-@app.command(
-    short_help="Query and key vectors as Parquet.",
-    epilog="Example: headwise capture MODEL --texts my_texts/ --out out/qk",
+@verb(
+    "Query and key vectors as Parquet.",
+    example="capture MODEL --texts my_texts/ --out out/qk",
 )
 def capture(
     model: Model,
-    texts: Texts = None,
-    lines: Lines = False,
-    layers: Annotated[str | None, typer.Option(help="e.g. 0-5,29")] = None,
-    heads: Annotated[str | None, typer.Option(help="Query heads: a selection or indices.")] = None,
-    buckets: Annotated[str, typer.Option(help="uniform:SIZE or log2:FLOOR")] = "uniform:64",
-    base_rate: Annotated[
-        float | None, typer.Option(help="Rows kept a text and bucket; default: all.", min=1e-9)
-    ] = None,
-    pre_rope: Annotated[bool, typer.Option("--pre-rope", help="Before RoPE is applied.")] = False,
-    layout: Annotated[str, typer.Option(help="new, or old (with a model folder)")] = "new",
-    patch: Patches = None,
-    max_length: MaxLength = 512,
+    texts: TextSettings,
+    settings: CaptureSettings,
+    loading: LoadSettings,
+    layers: Annotated[str | None, Doc("e.g. 0-5,29")] = None,
+    heads: Annotated[str | None, Doc("Query heads: a selection or indices.")] = None,
+    patches: Patches = (),
     batch_size: BatchSize = 4,
+    resume: Annotated[bool, Doc("Go on with a capture.")] = False,
     bos: Bos = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with a capture.")] = False,
-    out: Out = Path("out/qk"),
-    device_map: DeviceMap = None,
-    dtype: Dtype = None,
     stream: Stream = None,
-    allow_pickle: AllowPickle = False,
-    trust_remote_code: RemoteCode = False,
-    seed: Seed = 0,
+    out: Out = Path("out/qk"),
     yes: Yes = False,
     quiet: Quiet = False,
 ) -> None:
@@ -266,26 +193,19 @@ def capture(
     announce(model, quiet)
     from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import console
-    from headwise.heads import select_in_layers
-    from headwise.models.architectures import geometry_of
     from headwise.plasticity.capture import capture as run
-    from headwise.plasticity.capture_info import CaptureSettings
 
-    how, before = (dtype, device_map, allow_pickle, trust_remote_code), patch_first_tokens(patch)
-    loaded = load_reader(
-        model, how, bos, quiet, inherited=before, max_length=max_length, stream=stream
-    )
-    settings = CaptureSettings(
-        buckets, base_rate, max_length, pre_rope, choice(layout, "new", "old"), seed
-    )
-    geometry = geometry_of(loaded.model)
+    given = texts.read()
+    cut = settings.max_length
+    loaded = load_reader(model, loading, bos=bos, stream=stream, max_length=cut, quiet=quiet)
     with resumable(f"add --resume to go on in {out}"), progress_bars(quiet) as progress:
         captured = run(
             loaded,
-            chosen_texts(texts, lines, model),
+            given,
             out=out,
-            patches=patch or [],
-            heads=select_in_layers(layers, heads, geometry.layers, geometry.num_heads),
+            patches=patches,
+            layers=layers,
+            heads=heads,
             settings=settings,
             batch_size=batch_size,
             resume=resume,
@@ -305,32 +225,27 @@ def _pairs(text: str | None) -> int | str | None:
     return int(text)
 
 
-@app.command(
-    short_help="How easily a head changes its preference of keys.",
-    epilog="Example: headwise plasticity out/qk",
-)
+@verb("How easily a head changes its preference of keys.", example="plasticity out/qk")
 def plasticity(
     folder: Annotated[
         Path | None, typer.Argument(metavar="[DIR]", help="Captured vectors; all is discovered.")
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="A YAML file with the settings.")] = None,
-    definition: Annotated[
-        str | None, typer.Option(help="seed, full, empirical or linear-diagonal")
+    config: Annotated[Path | None, Doc("A YAML file with the settings.")] = None,
+    definition: Annotated[Definition | None, Doc("How plasticity is defined.")] = None,
+    pairs: Annotated[str | None, Doc("Key pairs a cell: all, or a number.")] = None,
+    max_pairs: Annotated[
+        int | None, Doc("Sample a key bucket with more pairs; 200,000."), Ge(1)
     ] = None,
-    pairs: Annotated[str | None, typer.Option(help="Key pairs a cell: all, or a number.")] = None,
-    max_pairs: MaxPairs = None,
-    max_rows: MaxRows = None,
-    heads: Annotated[str | None, typer.Option(help="A selection such as L0-3H2.")] = None,
-    workers: Annotated[int | None, typer.Option(help="Processes; all cores.", min=1)] = None,
-    backend: Annotated[str | None, typer.Option(help="joblib or dask")] = None,
-    scheduler: Annotated[str | None, typer.Option(help="Address of a Dask scheduler.")] = None,
-    legacy_columns: Annotated[
-        bool, typer.Option("--legacy-columns", help="The public code's column names.")
-    ] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Keep finished heads.")] = False,
+    max_rows: Annotated[int | None, Doc("Sample a head with more vectors; 50,000."), Ge(2)] = None,
+    heads: Annotated[str | None, Doc("A selection such as L0-3H2.")] = None,
+    workers: Annotated[int | None, Doc("Processes; all cores."), Ge(1)] = None,
+    backend: Annotated[Backend | None, Doc("joblib or dask")] = None,
+    scheduler: Annotated[str | None, Doc("Address of a Dask scheduler.")] = None,
+    legacy_columns: Annotated[bool, Doc("The public code's column names.")] = False,
+    resume: Annotated[bool, Doc("Keep finished heads.")] = False,
     figures: Figures = True,
     out: Out = Path("out/plasticity"),
-    seed: Annotated[int | None, typer.Option(help="Seed of everything random.")] = None,
+    seed: Annotated[int | None, Doc("Seed of everything random.")] = None,
     quiet: Quiet = False,
 ) -> None:
     """Measure how easily each head's preference between two keys changes as queries move on."""
@@ -344,13 +259,13 @@ def plasticity(
     from headwise.plasticity.run import measure_plasticity
 
     given = {
-        "definition": choice(definition, "seed", "full", "empirical", "linear-diagonal"),
+        "definition": definition,
         "pairs": _pairs(pairs),
         "max_pairs": max_pairs,
         "max_tokens_per_head": max_rows,
         "heads": heads,
         "max_workers": workers,
-        "backend": choice(backend, "joblib", "dask"),
+        "backend": backend,
         "scheduler": scheduler,
         "legacy_columns": legacy_columns or None,
         "seed": seed,

@@ -3,75 +3,54 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
+from annotated_types import Ge
+from typing_extensions import Doc
 
-from headwise.cli.app import app, resumable
-from headwise.cli.options import (
-    AllowPickle,
-    Block,
-    BlocksAPass,
-    Bos,
-    Corpus,
-    DeviceMap,
-    DoseAmount,
-    Dtype,
-    Keep,
-    LearningRate,
-    Lines,
-    Model,
-    Quiet,
-    RecipeName,
-    RemoteCode,
-    RepairMode,
-    Seed,
-    Steps,
-    Tracker,
-    TreatmentName,
-    Yes,
-    alarm,
-    announce,
-    choice,
-    load_reader,
-    minding,
-    wrote,
-)
+from headwise.cli.app import resumable
+from headwise.cli.options import Model, Quiet, Yes, alarm, announce, load_reader, minding, wrote
+from headwise.cli.verbs import verb
+from headwise.keywords import Bos, Seed
+from headwise.models.settings import LoadSettings
 
 if TYPE_CHECKING:
+    from headwise.surgery.modes import Mode
     from headwise.surgery.plan import SurgeryPlan
     from headwise.surgery.repair import RepairRun
 
 
-@app.command(
-    short_help="Treat heads and train their slices only; controls too.",
-    epilog="Example: headwise repair MODEL --plan plan.yaml --corpus my_texts/ --out out/run",
+@verb(
+    "Treat heads and train their slices only; controls too.",
+    example="repair MODEL --plan plan.yaml --corpus my_texts/ --out out/run",
 )
 def repair(
     model: Model,
-    plan: Annotated[Path | None, typer.Option(help="plan.yaml; auto finds sick heads.")] = None,
-    corpus: Corpus = None,
-    out: Annotated[Path, typer.Option(help="The run directory.")] = Path("out/run"),
-    mode: RepairMode = "surgery",
-    treatment: TreatmentName = None,
-    dose: DoseAmount = None,
-    keep: Keep = None,
-    recipe: RecipeName = None,
-    steps: Steps = None,
-    lr: LearningRate = None,
-    block: Block = None,
-    batch_size: BlocksAPass = None,
-    lines: Lines = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Accept other weights.")] = False,
-    tracker: Tracker = None,
+    loading: LoadSettings,
+    plan: Annotated[Path | None, Doc("plan.yaml; auto finds sick heads.")] = None,
+    corpus: Annotated[Sequence[str], Doc("Text to train on.")] = (),
+    out: Annotated[Path, Doc("The run directory.")] = Path("out/run"),
+    mode: Annotated[
+        str, Doc("surgery, sham, gradient-only, ablate, random-heads or lora")
+    ] = "surgery",
+    treatment: Annotated[
+        str | None, Doc("release, centre, ... for all heads; auto: as each needs.")
+    ] = None,
+    dose: Annotated[float | None, Doc("How much of the treatment.")] = None,
+    keep: Annotated[Sequence[str], Doc("Texts on which the model is held to what it said.")] = (),
+    recipe: Annotated[str | None, Doc("A bundled recipe or a .yaml file.")] = None,
+    steps: Annotated[int | None, Doc("Optimizer steps."), Ge(0)] = None,
+    lr: Annotated[float | None, Doc("Peak learning rate.")] = None,
+    block: Annotated[int | None, Doc("Tokens a training block."), Ge(8)] = None,
+    batch_size: Annotated[int | None, Doc("Blocks a forward pass."), Ge(1)] = None,
+    lines: Annotated[bool, Doc("In .txt files every line is a text.")] = False,
+    resume: Annotated[bool, Doc("Go on with the run in --out.")] = False,
+    force: Annotated[bool, Doc("Accept other weights.")] = False,
+    tracker: Annotated[str | None, Doc("tensorboard, trackio, wandb ...")] = None,
     bos: Bos = None,
-    device_map: DeviceMap = None,
-    dtype: Dtype = None,
-    allow_pickle: AllowPickle = False,
-    trust_remote_code: RemoteCode = False,
     seed: Seed = 0,
     yes: Yes = False,
     quiet: Quiet = False,
@@ -79,15 +58,13 @@ def repair(
     """Operate on the plan's heads and train only their slices, or run a control."""
     announce(model, quiet)
     from headwise.cli.progress_bar import progress_bars
-    from headwise.surgery.modes import MODES
     from headwise.surgery.recipe import recipe_named
     from headwise.texts.text_sets import default_corpus, default_texts, read_texts
     from headwise.therapy.repair import repair as run
 
     chosen = _plan(plan, treatment, dose)
     texts = read_texts(corpus, lines=lines) if corpus else default_corpus(model)
-    how = (dtype, device_map, allow_pickle, trust_remote_code)
-    loaded = load_reader(model, how, bos, quiet, inherited=_bos_of(plan, chosen))
+    loaded = load_reader(model, loading, quiet=quiet, bos=bos)
     with resumable(f"add --resume to go on in {out}"), progress_bars(quiet) as progress:
         done = run(
             loaded,
@@ -96,7 +73,7 @@ def repair(
             recipe_named(recipe) if recipe else None,
             changes=_given(steps=steps, lr=lr, block=block, batch_size=batch_size),
             out=out,
-            mode=choice(mode, *MODES),
+            mode=_mode(mode),
             treatment=treatment,
             dose=dose,
             seed=seed,
@@ -109,6 +86,14 @@ def repair(
             progress=progress,
         )
     _tell(done, chosen, quiet)
+
+
+def _mode(name: str) -> Mode:
+    from headwise.surgery.modes import MODES
+
+    if name not in MODES:
+        raise typer.BadParameter(f"{name!r} is not one of {', '.join(MODES)}")
+    return cast("Mode", name)
 
 
 def _given(**options: float | None) -> dict[str, float]:
@@ -138,10 +123,6 @@ def _plan(path: Path | None, treatment: str | None, dose: float | None) -> Surge
     if treatment != "auto":
         raise SelectionError("no plan", fix="pass --plan plan.yaml, or --treatment auto")
     return None
-
-
-def _bos_of(path: Path | None, plan: SurgeryPlan | None) -> list[tuple[bool | None, str]]:
-    return [] if plan is None else [(plan.bos, f"the plan {path}")]
 
 
 def repaired(done: RepairRun, plan: SurgeryPlan | None) -> Iterator[str]:

@@ -7,17 +7,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from annotated_types import Ge
+from typing_extensions import Doc
 
-from headwise.cli.app import app, resumable
-from headwise.cli.options import Out, Quiet, choice, wrote
+from headwise.cli.app import resumable
+from headwise.cli.options import Out, Quiet, wrote
+from headwise.cli.verbs import verb
+from headwise.keywords import Backend
 
 if TYPE_CHECKING:
     from headwise.studies.study import Study
 
 
-@app.command(
-    short_help="Arms x seeds with paired statistics, resumable.",
-    epilog="Example: headwise study controls --out out/controls",
+@verb(
+    "Arms x seeds with paired statistics, resumable.",
+    example="study controls --out out/controls",
 )
 def study(
     file: Annotated[
@@ -26,17 +30,13 @@ def study(
     init: Annotated[
         str | None, typer.Option(metavar="MODEL", help="Write a study.yaml for a model instead.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the study.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would run.")] = False,
-    report: Annotated[bool, typer.Option(help="Write the report too.")] = True,
-    workers: Annotated[
-        int, typer.Option(help="Arms and seeds side by side; each loads the model.", min=1)
-    ] = 1,
-    backend: Annotated[str, typer.Option(help="joblib (this machine) or dask")] = "joblib",
-    scheduler: Annotated[str | None, typer.Option(help="Address of a Dask scheduler.")] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="The default: finished work is kept.")
-    ] = False,
+    out: Annotated[Path | None, Doc("Folder of the study.")] = None,
+    dry_run: Annotated[bool, Doc("Only say what would run.")] = False,
+    report: Annotated[bool, Doc("Write the report too.")] = True,
+    workers: Annotated[int, Doc("Arms and seeds side by side; each loads the model."), Ge(1)] = 1,
+    backend: Annotated[Backend, Doc("joblib (this machine) or dask")] = "joblib",
+    scheduler: Annotated[str | None, Doc("Address of a Dask scheduler.")] = None,
+    resume: Annotated[bool, Doc("The default: finished work is kept.")] = False,
     quiet: Quiet = False,
 ) -> None:
     """Run arms x seeds on one model, then compare them with statistics; resumable."""
@@ -67,7 +67,7 @@ def study(
             asked,
             out=folder,
             workers=workers,
-            backend=choice(backend, "joblib", "dask"),
+            backend=backend,
             scheduler=scheduler,
             progress=progress,
         )
@@ -76,10 +76,7 @@ def study(
         _write_report(folder, folder / "report", quiet)
 
 
-@app.command(
-    short_help="The whole story on the bundled patient, offline.",
-    epilog="Example: headwise demo --out out/demo",
-)
+@verb("The whole story on the bundled patient, offline.", example="demo --out out/demo")
 def demo(
     out: Out = Path("out/demo"),
     quiet: Quiet = False,
@@ -104,30 +101,19 @@ def _runnable(study: Study, quiet: bool) -> Study:
     return study.model_copy(update={"arms": [arm for arm in study.arms if arm.mode != "lora"]})
 
 
-@app.command(
-    short_help="One page with verdict, heads, figures and tables.",
-    epilog="Example: headwise report out/run --before out/before --after out/after",
+@verb(
+    "One page with verdict, heads, figures and tables.",
+    example="report out/run --before out/before --after out/after",
 )
 def report(
     source: Annotated[
         Path, typer.Argument(metavar="RUN_OR_STUDY", help="A run, a study, or a diagnosis.")
     ],
-    before: Annotated[
-        Path | None, typer.Option(help="A run's evaluation of stock; default: out/before.")
-    ] = None,
-    after: Annotated[
-        Path | None, typer.Option(help="Its evaluation with the patch; default: out/after.")
-    ] = None,
-    triage: Annotated[
-        Path | None, typer.Option(help="A triage of stock; default: out/triage.")
-    ] = None,
-    paper: Annotated[
-        bool | None,
-        typer.Option(
-            "--paper/--no-paper", help="The published BLOOM numbers too.", show_default=False
-        ),
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the report.")] = None,
+    before: Annotated[Path | None, Doc("A run's evaluation of stock; default: out/before.")] = None,
+    after: Annotated[Path | None, Doc("Its evaluation with the patch; default: out/after.")] = None,
+    triage: Annotated[Path | None, Doc("A triage of stock; default: out/triage.")] = None,
+    paper: Annotated[bool | None, Doc("The published BLOOM numbers too.")] = None,
+    out: Annotated[Path | None, Doc("Folder of the report.")] = None,
     quiet: Quiet = False,
 ) -> None:
     """Write report.html, figures and tables from artefacts alone; no model is loaded."""

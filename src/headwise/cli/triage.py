@@ -5,30 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typing_extensions import Doc
 
-from headwise.cli.app import app, resumable
-from headwise.cli.options import (
-    AllowPickle,
-    Bos,
-    DeviceMap,
-    Dtype,
-    Lines,
-    MaxLength,
-    Model,
-    Out,
-    Quiet,
-    RemoteCode,
-    Seed,
-    Stream,
-    Texts,
-    Yes,
-    announce,
-    given_texts,
-    load_reader,
-    minding,
-    wrote,
-)
+from headwise.cli.app import resumable
+from headwise.cli.options import Model, Out, Quiet, Yes, announce, load_reader, minding, wrote
+from headwise.cli.verbs import verb
+from headwise.diagnosis.triage_settings import TriageSettings
+from headwise.keywords import Bos, Stream
+from headwise.models.settings import LoadSettings
+from headwise.texts.settings import TextSettings
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -36,31 +21,21 @@ if TYPE_CHECKING:
     from headwise.diagnosis.triage_values import Triage
 
 
-@app.command(
-    short_help="Why a head is sick: asleep, parked, working or empty.",
-    epilog="Example: headwise triage MODEL --diagnosis out/d --out out/triage",
+@verb(
+    "Why a head is sick: asleep, parked, working or empty.",
+    example="triage MODEL --diagnosis out/d --out out/triage",
 )
 def triage(
     model: Model,
-    diagnosis: Annotated[Path, typer.Option(help="diagnosis.json, or its folder.")],
-    heads: Annotated[str, typer.Option(help="Which heads to judge: a selection.")] = "sick",
-    out: Out = Path("out/triage"),
-    texts: Texts = None,
-    lines: Lines = False,
-    max_length: MaxLength = 256,
-    max_texts: Annotated[int, typer.Option(help="Documents to use at most.", min=2)] = 64,
-    dose: Annotated[float, typer.Option(help="How much of a release is tried.")] = 1.0,
-    negligible: Annotated[
-        float, typer.Option(help="A change of loss below this counts as none (nats per token).")
-    ] = 0.005,
+    diagnosis: Annotated[Path, Doc("diagnosis.json, or its folder.")],
+    texts: TextSettings,
+    settings: TriageSettings,
+    loading: LoadSettings,
+    heads: Annotated[str, Doc("Which heads to judge: a selection.")] = "sick",
     bos: Bos = None,
-    device_map: DeviceMap = None,
-    dtype: Dtype = None,
     stream: Stream = None,
-    allow_pickle: AllowPickle = False,
-    trust_remote_code: RemoteCode = False,
-    force: Annotated[bool, typer.Option("--force", help="Accept another's diagnosis.")] = False,
-    seed: Seed = 0,
+    force: Annotated[bool, Doc("Accept another's diagnosis.")] = False,
+    out: Out = Path("out/triage"),
     yes: Yes = False,
     quiet: Quiet = False,
 ) -> None:
@@ -68,26 +43,20 @@ def triage(
     announce(model, quiet)
     from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import console, print_tables
-    from headwise.diagnosis.triage_values import TriageThresholds
     from headwise.diagnosis.view import triage_table
     from headwise.proof.compare import read_snapshot
-    from headwise.therapy.triage import TriageSettings, triage as run
+    from headwise.therapy.triage import triage as run
 
-    chosen, read = given_texts(texts, lines), read_snapshot(diagnosis).diagnosis
-    how = (dtype, device_map, allow_pickle, trust_remote_code)
-    earlier = read.provenance.settings
-    before = [] if earlier is None else [(earlier.bos, f"the diagnosis {diagnosis}")]
-    loaded = load_reader(
-        model, how, bos, quiet, inherited=before, max_length=max_length, stream=stream
-    )
-    thresholds = TriageThresholds(negligible=negligible)
+    given, read = texts.read(), read_snapshot(diagnosis).diagnosis
+    cut = settings.max_length
+    loaded = load_reader(model, loading, bos=bos, stream=stream, max_length=cut, quiet=quiet)
     with resumable("nothing was written"), progress_bars(quiet) as progress:
         found = run(
             loaded,
             read,
-            chosen,
+            given,
             heads=heads,
-            settings=TriageSettings(max_texts, max_length, dose, seed, thresholds),
+            settings=settings,
             force=force,
             budget=minding(quiet, yes),
             progress=progress,

@@ -6,74 +6,57 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typing_extensions import Doc
 
-from headwise.cli.app import app, resumable
-from headwise.cli.options import (
-    AllowPickle,
-    BatchSize,
-    Bos,
-    Dead,
-    Dtype,
-    Figures,
-    Lines,
-    LowEntropy,
-    MaxLength,
-    Out,
-    Quiet,
-    RemoteCode,
-    Sink,
-    Texts,
-    alarm,
-    given_texts,
-    wrote,
-)
+from headwise.cli.app import resumable
+from headwise.cli.options import Figures, Out, Quiet, alarm, wrote
+from headwise.cli.verbs import verb
+from headwise.diagnosis.settings import Thresholds
+from headwise.keywords import AllowPickle, BatchSize, Bos, Dtype, MaxLength, RemoteCode
+from headwise.texts.settings import TextSettings
 
 if TYPE_CHECKING:
     from headwise.watch.film import Film
 
 
-@app.command(
-    short_help="The heads of a training run, checkpoint by checkpoint.",
-    epilog="Example: headwise watch out/training --out out/watch",
+@verb(
+    "The heads of a training run, checkpoint by checkpoint.",
+    example="watch out/training --out out/watch",
 )
 def watch(
     checkpoints: Annotated[Path, typer.Argument(help="A folder of checkpoint-100, -200, ...")],
-    out: Out = Path("out/watch"),
-    texts: Texts = None,
-    lines: Lines = False,
+    texts: TextSettings,
+    thresholds: Thresholds,
     max_length: MaxLength = 128,
     batch_size: BatchSize = 4,
     bos: Bos = None,
     tokenizer: Annotated[
-        str | None, typer.Option(help="Where the tokenizer is, if not in the checkpoints.")
+        str | None, Doc("Where the tokenizer is, if not in the checkpoints.")
     ] = None,
-    dead: Dead = 0.95,
-    sink: Sink = 0.50,
-    low_entropy: LowEntropy = 0.50,
-    resume: Annotated[bool, typer.Option("--resume", help="Read what is new only.")] = False,
-    figures: Figures = True,
     dtype: Dtype = None,
     allow_pickle: AllowPickle = False,
     trust_remote_code: RemoteCode = False,
+    resume: Annotated[bool, Doc("Read what is new only.")] = False,
+    figures: Figures = True,
+    out: Out = Path("out/watch"),
     quiet: Quiet = False,
 ) -> None:
     """Film the heads of a training run from its checkpoints, one at a time."""
     from headwise.cli.progress_bar import progress_bars
-    from headwise.diagnosis.values import Thresholds
     from headwise.watch.checkpoints import watch_checkpoints
     from headwise.watch.film import FILM, WATCH
 
     with resumable(f"add --resume to go on in {out}"), progress_bars(quiet) as progress:
         film = watch_checkpoints(
             checkpoints,
-            given_texts(texts, lines),
+            texts.read(),
             out=out,
             max_length=max_length,
             batch_size=batch_size,
             bos=bos,
             dtype=dtype,
             tokenizer=tokenizer,
-            thresholds=Thresholds(dead, sink, low_entropy),
+            thresholds=thresholds,
             resume=resume,
             allow_pickle=allow_pickle,
             trust_remote_code=trust_remote_code,

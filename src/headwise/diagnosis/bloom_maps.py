@@ -16,7 +16,8 @@ from jaxtyping import Float
 
 from headwise.artefacts import content_hash, read_json
 from headwise.bundled import DATA
-from headwise.diagnosis.values import Diagnosis, Thresholds, diagnosis_from
+from headwise.diagnosis.settings import Thresholds
+from headwise.diagnosis.values import Diagnosis, diagnosis_from
 from headwise.errors import ArtefactError
 from headwise.models.values import ModelInfo
 from headwise.provenance import Provenance

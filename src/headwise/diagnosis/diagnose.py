@@ -18,14 +18,8 @@ from headwise.alarms import Alarm, loss_alarms, merge_alarms
 from headwise.artefacts import versions
 from headwise.diagnosis.dormancy import dormancy_of, dormant_weights
 from headwise.diagnosis.measures import Measured, heads_measurement, positional_baseline
-from headwise.diagnosis.values import (
-    Diagnosis,
-    Pooled,
-    Profile,
-    SinkRate,
-    Thresholds,
-    diagnosis_from,
-)
+from headwise.diagnosis.settings import Thresholds
+from headwise.diagnosis.values import Diagnosis, Pooled, Profile, SinkRate, diagnosis_from
 from headwise.forward.guard import guard
 from headwise.forward.measurements import Measurement, run_measurement
 from headwise.models.architectures import alibi_slopes, geometry_of
@@ -37,6 +31,7 @@ from headwise.texts.text_sets import TextSet, as_text_set
 from headwise.texts.unigram import unigram_loss
 
 _READ, _READ_TOKENS = 4, 128  # texts and tokens that tell whether the model reads at all
+_DEFAULT_TEXTS = 120  # enough for a map, in seconds; given texts are all read
 SINK_RATE_EPSILON = 0.3  # Gu et al. 2410.10781
 
 
@@ -76,8 +71,8 @@ def diagnosis_measurement(
     thresholds: Thresholds | None = None,
 ) -> Measurement[Diagnosis]:
     """The same as a measurement that may share its passes with others."""
-    loaded, max_length = loaded.starting_with(bos), loaded.length(max_length)
-    model, chosen = loaded.model, as_text_set(texts, loaded.id)
+    loaded, max_length = loaded.reading(bos), loaded.length(max_length)
+    model, chosen = loaded.model, as_text_set(texts, loaded.id, most=_DEFAULT_TEXTS)
     encoded = encode_for(
         loaded, chosen.texts, max_length=max_length, minimum=max(2, skip_queries + 1)
     )

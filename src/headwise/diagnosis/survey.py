@@ -17,9 +17,12 @@ from jaxtyping import Float
 from headwise.artefacts import read_json, save_artefact, versions
 from headwise.diagnosis.bimodality import BETWEEN
 from headwise.diagnosis.bloom_maps import maps_as_diagnoses
+from headwise.diagnosis.settings import DiagnoseSettings, Thresholds
 from headwise.diagnosis.values import Diagnosis
 from headwise.errors import ArtefactError, HeadwiseError
 from headwise.frames import frame
+from headwise.keywords import keywords_of
+from headwise.models.settings import LoadSettings
 from headwise.progress import Progress, silent, stage
 from headwise.tables import tables_html
 from headwise.values import plain_fields, to_plain
@@ -92,8 +95,12 @@ def survey(
     texts: TextSet | None = None,
     max_length: int = 512,
     batch_size: int = 4,
+    skip_queries: int = 0,
+    thresholds: Thresholds | None = None,
     dtype: str | None = None,
     device_map: str | None = None,
+    allow_pickle: bool = False,
+    trust_remote_code: bool = False,
     bos: bool | None = None,
     progress: Progress = silent,
 ) -> Survey:
@@ -101,6 +108,8 @@ def survey(
 
     Without `texts` a model is diagnosed on its default ones; the other options are for models too.
     """
+    loading = LoadSettings(device_map, dtype, allow_pickle, trust_remote_code)
+    settings = DiagnoseSettings(max_length, batch_size, skip_queries, thresholds or Thresholds())
     diagnoses: list[Diagnosis] = []
     for source in sources:
         if isinstance(source, Diagnosis):
@@ -108,9 +117,7 @@ def survey(
         elif isinstance(source, (str, Path)) and str(source).endswith(".json"):
             diagnoses += read_diagnoses(Path(source))
         else:
-            loaded = _loaded(source, dtype, device_map, bos)
-            stage(f"{loaded.id}: {loaded.first_token}", progress)
-            diagnoses.append(_diagnose(loaded, texts, max_length, batch_size, progress))
+            diagnoses.append(_diagnose(source, texts, settings, loading, bos, progress))
     if not diagnoses:
         raise HeadwiseError("nothing to survey", fix="name at least one model or diagnosis.json")
     _require_alike(diagnoses)
@@ -143,32 +150,21 @@ def _read(diagnosis: Diagnosis) -> str | None:
     return f"{name}{how.max_length} tokens, {'' if how.bos else 'no '}BOS"
 
 
-def _loaded(
-    source: LoadedModel | Path | str, dtype: str | None, device_map: str | None, bos: bool | None
-) -> LoadedModel:
-    from headwise.models.loading import load_model  # late: a survey of files needs no torch
-
-    if isinstance(source, (str, Path)):
-        return load_model(str(source), dtype=dtype, device_map=device_map, bos=bos)
-    return source.starting_with(bos)
-
-
 def _diagnose(
-    loaded: LoadedModel,
+    source: LoadedModel | Path | str,
     texts: TextSet | None,
-    max_length: int,
-    batch_size: int,
+    settings: DiagnoseSettings,
+    loading: LoadSettings,
+    bos: bool | None,
     progress: Progress,
 ) -> Diagnosis:
-    from headwise.diagnosis.diagnose import diagnose  # late, as above
+    from headwise.diagnosis.diagnose import diagnose  # late: a survey of files needs no torch
+    from headwise.models.loading import load_model
 
-    return diagnose(
-        loaded,
-        texts,
-        max_length=max_length,
-        batch_size=batch_size,
-        progress=progress,
-    )
+    if isinstance(source, (str, Path)):
+        source = load_model(str(source), **keywords_of(loading), bos=bos)
+    stage(f"{source.id}: {source.first_token}", progress)
+    return diagnose(source, texts, **keywords_of(settings), bos=bos, progress=progress)
 
 
 def _row(diagnosis: Diagnosis) -> SurveyRow:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from headwise.artefacts import load_artefact, save_artefact
+from headwise.diagnosis.triage_settings import TriageThresholds
 from headwise.diagnosis.values import Diagnosis
 from headwise.frames import frame, interval_columns
 from headwise.heads import Head
@@ -48,16 +49,6 @@ RULES: dict[TriageClass, str] = {
     "empty": "neither taking it away nor hiding its first key costs, and release brings nothing",
     "undecided": "the intervals do not decide",
 }
-
-
-@dataclass(frozen=True)
-class TriageThresholds:
-    """What counts as nothing, and how often a discovery may be false; nats per token."""
-
-    negligible: Finite = 0.005  # a cost below this is none
-    gain: Finite = 0.002  # a gain below this is not worth a treatment
-    parked_ratio: Finite = 1.5  # well above: this many times, and by more than the negligible
-    false_discovery_rate: Finite = 0.05
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from jaxtyping import Bool, Float
 from headwise.alarms import Alarm
 from headwise.artefacts import load_artefact, save_artefact
 from headwise.diagnosis.bimodality import ThresholdSweep, threshold_sweep
-from headwise.errors import SettingsError
+from headwise.diagnosis.settings import Thresholds
 from headwise.heads import Head, HeadMap, heads_where
 from headwise.models.values import ModelInfo
 from headwise.provenance import Provenance
@@ -39,28 +38,6 @@ SICK: tuple[HeadClass, ...] = ("dead", "sink")
 MASS = "first_token_mass"
 BAND_SHARE = 0.3  # a head index belongs to the band if more than this share of layers is sick
 Classes = tuple[tuple[HeadClass, ...], ...]  # [layer][head]
-
-
-@dataclass(frozen=True)
-class Thresholds:
-    """Where the classes begin: mass of the first token, and entropy in nats."""
-
-    dead: Finite = 0.95
-    sink: Finite = 0.50
-    low_entropy: Finite = 0.50
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.sink <= self.dead <= 1:
-            raise SettingsError(
-                f"thresholds must be 0 <= sink <= dead <= 1, not sink {self.sink} and dead "
-                f"{self.dead}",
-                fix="a dead head is a sink too: raise --dead or lower --sink",
-            )
-        if not math.isfinite(self.low_entropy):
-            raise SettingsError(
-                f"the entropy below which a head counts as low is {self.low_entropy}",
-                fix="pass a number of nats to --low-entropy",
-            )
 
 
 @dataclass(frozen=True)

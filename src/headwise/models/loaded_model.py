@@ -24,6 +24,7 @@ from headwise.models.architectures import max_positions
 from headwise.models.description import describe_model
 from headwise.models.first_token import FirstToken, decide_first_token, num_embeddings
 from headwise.models.values import ModelInfo
+from headwise.progress import Progress, silent, stage
 
 Options = ParamSpec("Options")
 Result = TypeVar("Result")
@@ -49,15 +50,30 @@ class LoadedModel:
         """Whether every text starts with a BOS."""
         return self.first_token.bos
 
-    def starting_with(self, bos: bool | None) -> LoadedModel:
-        """The same model with the first token that is asked for; None changes nothing."""
-        if bos is None:
-            return self
-        return replace(self, decided=decide_first_token(self.model, self.tokenizer, bos))
+    def reading(
+        self,
+        bos: bool | None = None,
+        *artefacts: tuple[bool | None, str],
+        progress: Progress = silent,
+    ) -> LoadedModel:
+        """The same model with the first token of a piece of work; the one place that decides it.
 
-    def inheriting(self, bos: bool | None, source: str) -> LoadedModel:
-        """The same model with the first token of an artefact; a mismatch is refused."""
-        return replace(self, decided=self.first_token.inherited(bos, source))
+        `bos` is what is asked for, None if nothing is. `artefacts` are what the work goes on from,
+        each with its first token and its name: they overrule what was decided at loading, which
+        `progress` hears; two that differ are refused, and so is one that differs from `bos`.
+        """
+        decided = self.decided
+        if bos is not None:
+            decided = decide_first_token(self.model, self.tokenizer, bos)
+        known = [(value, source) for value, source in artefacts if value is not None]
+        if known:
+            decided = decided or self.first_token
+            before = decided.bos
+            for value, source in known:
+                decided = decided.inherited(value, source)
+            if decided.bos != before:
+                stage(str(decided), progress)
+        return replace(self, decided=decided)
 
     @property
     def num_embeddings(self) -> int:
@@ -122,13 +138,6 @@ def takes_model(
         name = options.pop("name", None) or first.config._name_or_path
         name = name or str(first.config.model_type)
         tokenizer, *rest = args if args else (options.pop("tokenizer", None),)
-        loaded = LoadedModel(name, first, tokenizer, _asked(first, tokenizer, options))
-        return function(loaded, *rest, **options)
+        return function(LoadedModel(name, first, tokenizer), *rest, **options)
 
     return cast(_TakesModel[Options, Result], call)
-
-
-def _asked(model: Any, tokenizer: Any, options: dict[str, Any]) -> FirstToken | None:
-    """An explicit `bos` spares the measuring."""
-    bos = options.get("bos")
-    return None if bos is None else decide_first_token(model, tokenizer, bos)

@@ -40,14 +40,12 @@ from headwise.models.loaded_model import LoadedModel
 from headwise.models.offloading import held_tensor, plain_parts
 from headwise.models.patch import Patch
 from headwise.models.patient import PATIENTS, empty_patch_path, patient_dir
+from headwise.models.settings import LoadSettings
 from headwise.models.stored_weights import empty_model, stored_weights
 from headwise.models.tensor_files import StoredTensor, stored_tensors
 from headwise.values import MOST
 
 Options = dict[str, str | bool | None]  # of `from_pretrained`
-
-
-DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
 
 
 _ROOM = 0.8  # of free memory that weights may take; the rest is for the work
@@ -77,8 +75,7 @@ def load_model(
     beside the weights. `stream` leaves the weights in their files, from which they are read layer
     by layer; by default that is done if they do not fit into memory.
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise ModelError(f"unknown --dtype {dtype!r}", fix=" or ".join(DTYPES))
+    LoadSettings(dtype=dtype)  # refuses one that is unknown
     if not name.strip():
         raise ModelError("the name of the model is empty", fix="pass a hub id or a directory")
     path = patient_dir() if name in PATIENTS else Path(name)

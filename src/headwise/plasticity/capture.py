@@ -30,7 +30,7 @@ from headwise.forward.layer_by_layer import Emit, HookedPass
 from headwise.forward.measurements import Measurement, run_measurement
 from headwise.forward.tap import LayerAttention, tapped
 from headwise.forward.unrotated import before_rotation, require_unrotated
-from headwise.heads import Head, all_heads
+from headwise.heads import Head, all_heads, select_in_layers
 from headwise.integrity.checksums import file_checksum
 from headwise.integrity.locks import one_writer
 from headwise.models.architectures import (
@@ -43,7 +43,8 @@ from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.patch import Patch, applied
 from headwise.models.stored_weights import stored_weights
 from headwise.plasticity.buckets import Buckets
-from headwise.plasticity.capture_info import FILE, CaptureInfo, CaptureSettings
+from headwise.plasticity.capture_info import FILE, CaptureInfo
+from headwise.plasticity.settings import CaptureSettings
 from headwise.plasticity.writer import (
     DATA,
     Rows,
@@ -85,7 +86,8 @@ def capture(
     *,
     out: Path | str,
     patches: Sequence[Patch | Path] = (),
-    heads: Sequence[Head] | None = None,
+    layers: str | None = None,
+    heads: str | Sequence[Head] | None = None,
     settings: CaptureSettings | None = None,
     batch_size: int = 4,
     resume: bool = False,
@@ -94,19 +96,22 @@ def capture(
 ) -> Captured:
     """Capture the chosen query heads (default all) and the key heads they use.
 
+    `layers` ("0-5,29") and `heads` (a selection, indices such as "0-3,7", or a list) choose them.
     `patches` are on the model while it runs, and off it afterwards. `budget` hears how much work it
     is, before it starts.
     """
     read = [Patch.load(patch) if isinstance(patch, Path) else patch for patch in patches]
     found, how = as_text_set(texts, loaded.id), settings or CaptureSettings()
-    loaded = loaded.starting_with(how.bos)
-    for patch in read:
-        loaded = loaded.inheriting(patch.info.bos, "the patch")
+    trained = [(patch.info.bos, "the patch") for patch in read]
+    loaded = loaded.reading(how.bos, *trained, progress=progress)
+    geometry = geometry_of(loaded.model)
+    if heads is None or isinstance(heads, str):
+        heads = select_in_layers(layers, heads, geometry.layers, geometry.num_heads)
     how = replace(how, bos=loaded.bos, max_length=loaded.length(how.max_length))
     tokens = token_count(loaded, found.texts, how.max_length)
     less = "--texts, --max-length, --layers"
     batch = batch_size * how.max_length
-    size = vector_bytes(tokens, heads, geometry_of(loaded.model))
+    size = vector_bytes(tokens, heads, geometry)
     budget(loaded.model, Work(tokens, batch, written=size, waiting=tokens, less=less))
     with one_writer(Path(out)), applied(loaded.model, read):
         return _capture_as_it_is(loaded, found, Path(out), heads, how, batch_size, resume, progress)

@@ -2,44 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from headwise.artefacts import load_artefact, save_artefact
-from headwise.errors import SettingsError
 from headwise.models.values import ModelInfo
-from headwise.plasticity.buckets import Buckets
+from headwise.plasticity.settings import CaptureSettings
 from headwise.provenance import TextInfo
 from headwise.values import OMITTED, from_plain, to_plain
 
 FILE = "capture.json"
-
-
-@dataclass(frozen=True)
-class CaptureSettings:
-    """What is captured; two captures with equal settings and texts give equal files."""
-
-    buckets: str = "uniform:64"
-    base_rate: float | None = None
-    max_length: int = 512
-    pre_rope: bool = False
-    layout: Literal["new", "old"] = "new"
-    seed: int = 0
-    bos: bool | None = None  # None: as the model is read
-
-    def __post_init__(self) -> None:
-        if self.base_rate is not None and not 0 < self.base_rate < math.inf:
-            raise SettingsError(
-                f"a base rate of {self.base_rate} keeps nothing",
-                fix="rows to keep of each text and bucket, above 0; leave it out to keep all",
-            )
-        if self.max_length < 2:
-            raise SettingsError("max_length must be 2 or more", fix="leave it out for 512")
-        if self.seed < 0:
-            raise SettingsError(f"a seed of {self.seed}", fix="pass 0 or more")
-        Buckets.parse(self.buckets)
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,18 @@ Invariant: a settings value is complete and valid; an unknown key never passes s
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from annotated_types import Ge
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+from typing_extensions import Doc
 
 from headwise.artefacts import content_hash, is_there, to_json
+from headwise.errors import SettingsError
+from headwise.keywords import Backend, MaxLength, Seed
 from headwise.settings import changed, read_yaml, validated
 
 SEED_DATASET = "viktoroo/sniffed-qk"
@@ -37,6 +43,35 @@ _NOT_IN_HASH = {
     "num_layers",
     "heads",
 }
+
+
+@dataclass(frozen=True)
+class CaptureSettings:
+    """What is captured; two captures with equal settings and texts give equal files."""
+
+    buckets: Annotated[str, Doc("uniform:SIZE or log2:FLOOR")] = "uniform:64"
+    base_rate: Annotated[
+        float | None, Doc("Rows kept a text and bucket; default: all."), Ge(1e-9)
+    ] = None
+    max_length: MaxLength = 512
+    pre_rope: Annotated[bool, Doc("Before RoPE is applied.")] = False
+    layout: Annotated[Literal["new", "old"], Doc("new, or old (with a model folder)")] = "new"
+    seed: Seed = 0
+    bos: bool | None = None  # None: as the model is read
+
+    def __post_init__(self) -> None:
+        from headwise.plasticity.buckets import Buckets  # late: it needs numpy, `--help` does not
+
+        if self.base_rate is not None and not 0 < self.base_rate < math.inf:
+            raise SettingsError(
+                f"a base rate of {self.base_rate} keeps nothing",
+                fix="rows to keep of each text and bucket, above 0; leave it out to keep all",
+            )
+        if self.max_length < 2:
+            raise SettingsError("max_length must be 2 or more", fix="leave it out for 512")
+        if self.seed < 0:
+            raise SettingsError(f"a seed of {self.seed}", fix="pass 0 or more")
+        Buckets.parse(self.buckets)
 
 
 class PlasticitySettings(BaseModel):
@@ -78,7 +113,7 @@ class PlasticitySettings(BaseModel):
     max_workers: PositiveInt | None = Field(
         default=None, description="processes; default one per core"
     )
-    backend: Literal["joblib", "dask"] = "joblib"
+    backend: Backend = "joblib"
     scheduler: str | None = Field(default=None, description="address of a Dask scheduler")
 
     @property

@@ -20,6 +20,7 @@ from headwise.bundled import DATA
 from headwise.errors import ArtefactError, TextError
 from headwise.frames import frame
 from headwise.models.values import ModelInfo
+from headwise.proof.settings import Sampling
 from headwise.tables import tables_html
 from headwise.values import OMITTED, from_plain, plain_fields, to_plain
 
@@ -43,16 +44,6 @@ class _PromptRow:
 
     prompt: str
     category: str = "given"
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How completions are drawn; the defaults are the paper's."""
-
-    new_tokens: int = 100
-    temperature: float = 0.7
-    top_p: float = 0.92
-    seed: int = 42
 
 
 def bundled_prompts() -> list[Prompt]:

@@ -24,11 +24,11 @@ from headwise.proof.completed_texts import (
     CompletionProvenance,
     Completions,
     Prompt,
-    Sampling,
     bundled_prompts,
     measure_text,
     prompts_hash,
 )
+from headwise.proof.settings import Sampling
 from headwise.texts.batches import require_embedded, token_ids
 
 
@@ -49,9 +49,8 @@ def complete(
     The model is left as it was.
     """
     named = {name: _read(found) for name, found in {"stock": (), **(patches or {})}.items()}
-    loaded = loaded.starting_with(bos)
-    for patch in (patch for found in named.values() for patch in found):
-        loaded = loaded.inheriting(patch.info.bos, "the patch")
+    trained = [(patch.info.bos, "the patch") for read in named.values() for patch in read]
+    loaded = loaded.reading(bos, *trained, progress=progress)
     chosen = bundled_prompts() if prompts is None else list(prompts)
     how = sampling or Sampling()
     provenance = CompletionProvenance(prompts_hash(chosen), model=loaded.describe(), bos=loaded.bos)

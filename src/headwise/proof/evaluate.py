@@ -80,7 +80,8 @@ def evaluate(
     max_tokens: int | None = None,
     batch_size: int = 4,
     tasks: Sequence[str] = (),
-    adaptive: bool = False,
+    adaptive: bool = True,
+    paper: bool | None = None,
     force: bool = False,
     bos: bool | None = None,
     stock: Diagnosis | None = None,
@@ -91,24 +92,28 @@ def evaluate(
     """Evaluate one condition: the model with `patches` on it, which it loses again afterwards.
 
     Heads are judged on the first text set: `heads` (a selection or a list; default: the operated
-    ones, and all in models of at most 100) one by one, and `joint` sets together. With patches the
-    stock model is diagnosed too, unless its diagnosis on the same texts is given as `stock`. Of
-    each set the first texts are read that together have at most `max_tokens`. `adaptive` takes
-    documents in stages until each head is decided, else every head sees them all. `budget` hears
-    how much work it is, before it starts.
+    ones, and all in models of at most 100) one by one, and `joint` sets together. `paper` adds the
+    paper's 12 prompts as a text set; by default a BLOOM model without `text_sets` reads them.
+
+    With patches the stock model is diagnosed too, unless its diagnosis on the same texts is given
+    as `stock`. Of each set the first texts are read that together have at most `max_tokens`.
+    `adaptive` takes documents in stages until each head is decided, else every head sees them all.
+    `budget` hears how much work it is, before it starts.
     """
     read = [Patch.load(p) if isinstance(p, Path) else p for p in patches]
     told = [
         patch.describe(p if isinstance(p, Path) else None)
         for patch, p in zip(read, patches, strict=True)
     ]
-    loaded = loaded.starting_with(bos)
-    for info in told:
-        loaded = loaded.inheriting(info.bos, "the patch")
+    trained = [(info.bos, "the patch") for info in told]
+    loaded = loaded.reading(bos, *trained, progress=progress)
     base = loaded.describe()
     sets = [default_texts(loaded.id)] if text_sets is None else list(text_sets)
     if not sets:
         raise TextError("no text to evaluate on", fix="pass --texts")
+    is_bloom = base.model_type == "bloom"
+    if (text_sets is None and is_bloom) if paper is None else paper:
+        sets.append(paper_prompts())
     if max_tokens is not None:
         sets = [_capped(loaded, texts, max_length, max_tokens) for texts in sets]
     how = _How(loaded.length(max_length), max_texts, batch_size, adaptive, seed, progress)

@@ -93,7 +93,7 @@ def text_losses(
 ) -> TextLosses:
     """Losses of every document of a text set, `whole` in windows, or cut at `max_length`."""
     work = losses_measurement(
-        loaded.starting_with(bos),
+        loaded.reading(bos),
         texts,
         max_length=max_length,
         whole=whole,

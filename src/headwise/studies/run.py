@@ -17,6 +17,7 @@ from pathlib import Path
 from headwise.artefacts import save_artefact, sweep, versions
 from headwise.errors import ArtefactError
 from headwise.integrity.locks import one_writer
+from headwise.keywords import Backend
 from headwise.models.patch import Patch
 from headwise.progress import Progress, silent, stage
 from headwise.proof.completed_texts import bundled_prompts
@@ -32,7 +33,7 @@ from headwise.studies.arms import (
 from headwise.studies.spread_runs import Workers, run_arms
 from headwise.studies.study import Study, started_study
 from headwise.studies.summary import summarise_study
-from headwise.workers import Backend, require_scheduler
+from headwise.workers import require_scheduler
 
 
 def run_study(

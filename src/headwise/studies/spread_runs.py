@@ -19,6 +19,7 @@ import torch
 
 from headwise.artefacts import sweep, write_text
 from headwise.errors import HeadwiseError
+from headwise.keywords import Backend
 from headwise.progress import Progress, stage
 from headwise.proof.evaluation import Evaluation
 from headwise.studies.arms import (
@@ -32,7 +33,7 @@ from headwise.studies.arms import (
 )
 from headwise.studies.study import Study, StudyArm
 from headwise.surgery.plan import SurgeryPlan
-from headwise.workers import Backend, apart, spread
+from headwise.workers import apart, spread
 
 _MARKS = ".workers"  # one file for each run that is under way on a cluster
 _ONE_RUN = threading.Lock()  # of a process: patches change the model that its threads share

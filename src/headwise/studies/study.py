@@ -14,7 +14,7 @@ from headwise.errors import ArtefactError, SettingsError
 from headwise.models.patient import PATIENTS, patient_texts
 from headwise.settings import changed, read_yaml, validated
 from headwise.surgery.modes import TRAINED, Mode
-from headwise.surgery.plan import Init, KvPolicy, Preset
+from headwise.surgery.plan_settings import Compensate, Init, KvPolicy, Preset
 from headwise.surgery.recipe import Recipe, default_recipe, recipe_named
 from headwise.texts.text_sets import TextSet, default_corpus, default_texts, read_texts
 
@@ -32,7 +32,7 @@ class PlanChoice(_Strict):
     preset: Preset | None = None
     column: int | None = None
     init: Init = "xavier_normal"
-    compensate: Literal["none", "mean"] = "none"
+    compensate: Compensate = "none"
     kv_policy: KvPolicy = "whole-group"
 
 

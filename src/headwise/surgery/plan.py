@@ -25,6 +25,7 @@ from headwise.frames import frame
 from headwise.heads import Head, format_heads, named_ranges, select_heads
 from headwise.models.values import ModelInfo, PatchInfo, model_name
 from headwise.settings import changed, read_yaml, validated
+from headwise.surgery.plan_settings import Compensate, Init, KvPolicy, Preset
 from headwise.tables import Table, table, tables_html
 from headwise.values import MOST_HEADS, Count, Empty
 
@@ -32,15 +33,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 PLAN_SCHEMA = "headwise.plan/1"
-
-
-Init = Literal["xavier_normal", "xavier_uniform", "match-healthy"]
-
-
-Preset = Literal["pass1", "pass2", "column"]
-
-
-KvPolicy = Literal["whole-group", "queries-only"]
 
 
 _STATE_BYTES = 16  # float32 master, gradient and two AdamW moments a trained weight
@@ -221,7 +213,7 @@ def make_plan(
     preset: Preset | None = None,
     column: int | None = None,
     init: Init = "xavier_normal",
-    compensate: Literal["none", "mean"] = "none",
+    compensate: Compensate = "none",
     kv_policy: KvPolicy = "whole-group",
     seed: int = 42,
     measures: Mapping[str, Float[np.ndarray, "layer head"]] | None = None,

@@ -106,7 +106,7 @@ def repair(
     used. `excluded` texts, those of a later evaluation, are left out of the corpus. The first token
     is the plan's; a `bos` that differs from it is refused.
     """
-    loaded = loaded.starting_with(bos).inheriting(plan.bos, "the plan")
+    loaded = loaded.reading(bos, (plan.bos, "the plan"), progress=progress)
     plan = changed(plan, bos=loaded.bos)
     out, model = Path(out), loaded.model
     recipe = fit_positions(recipe or default_recipe(loaded.id), loaded.max_positions)

@@ -55,10 +55,13 @@ def default_texts(model_name: str) -> TextSet:
     return bundled_texts()
 
 
-def as_text_set(texts: TextSet | Sequence[str] | None, model_name: str) -> TextSet:
-    """Given texts, or the default of the model."""
+def as_text_set(
+    texts: TextSet | Sequence[str] | None, model_name: str, *, most: int | None = None
+) -> TextSet:
+    """Given texts, all of them; else the default of the model, of which `most` are read."""
     if texts is None:
-        return default_texts(model_name)
+        default = default_texts(model_name)
+        return TextSet(default.name, default.texts[:most])
     if isinstance(texts, TextSet):
         return texts
     if isinstance(texts, str) or not texts or not all(_is_text(text) for text in texts):

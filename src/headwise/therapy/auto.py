@@ -15,7 +15,8 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from headwise.diagnosis.triage_values import HeadTriage, TriageClass, TriageThresholds
+from headwise.diagnosis.triage_settings import TriageThresholds
+from headwise.diagnosis.triage_values import HeadTriage, TriageClass
 from headwise.heads import Head, format_heads
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.patch import Patch

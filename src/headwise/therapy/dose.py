@@ -22,7 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headwise.diagnosis.triage_values import TriageThresholds
+from headwise.diagnosis.triage_settings import TriageThresholds
 from headwise.forward.gelu import fused_gelu
 from headwise.forward.losses import shifted_targets, token_losses
 from headwise.forward.partial_run import layer_inputs, run_from

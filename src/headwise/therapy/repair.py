@@ -54,7 +54,9 @@ def repair(
     Without a `recipe` one is fitted; `changes` come last. "auto" chooses per head (no plan: sick
     ones) and ends in an empty patch without a sure gain. `keep` texts hold it to what stock says.
     """
-    loaded = loaded.starting_with(bos).inheriting(None if plan is None else plan.bos, "the plan")
+    loaded = loaded.reading(
+        bos, *([] if plan is None else [(plan.bos, "the plan")]), progress=progress
+    )
     require_plain(loaded.model)
     stage("tokenising the corpus", progress)
     blocks, chosen = cut_corpus(loaded, corpus, recipe, treatment, changes or {}, excluded)

@@ -8,7 +8,7 @@ documents in stages, until its class is decided or the documents are used up.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 
 from headwise.artefacts import versions
 from headwise.diagnosis.mean_outputs import measure_means
+from headwise.diagnosis.triage_settings import TriageSettings, TriageThresholds
 from headwise.diagnosis.triage_values import (
     HeadTriage,
     Triage,
     TriageProvenance,
-    TriageThresholds,
     is_decided,
     triage_class,
 )
@@ -58,17 +58,6 @@ INTERVENTIONS = 3 + len(HANDLES)  # zero, mean and unsink are the others
 MAX_TEXTS = 64
 
 
-@dataclass(frozen=True)
-class TriageSettings:
-    """How much text, how doses are set, and what the classes rest on."""
-
-    max_texts: int = MAX_TEXTS
-    max_length: int = 256
-    dose: float = 1.0
-    seed: int = 0
-    thresholds: TriageThresholds = field(default_factory=TriageThresholds)
-
-
 @takes_model
 def triage(
     loaded: LoadedModel,
@@ -90,7 +79,9 @@ def triage(
     """
     chosen = settings or TriageSettings()
     require_plain(loaded.model)
-    loaded = _first_token(loaded, bos, diagnosis)
+    earlier = diagnosis.provenance.settings
+    known = [] if earlier is None else [(earlier.bos, "the diagnosis")]
+    loaded = loaded.reading(bos, *known, progress=progress)
     if not force and weight_fingerprint(loaded.model) != diagnosis.model.fingerprint:
         raise ArtefactError(
             "the diagnosis is of other weights than these",
@@ -190,13 +181,6 @@ def _estimates(
     treated = {n: treated_queries(model, plan, n, 1.0, directions) for n in HANDLES}
     asked = Interventions(treated=treated, unsink=False)
     return first_order_costs(model, encoded, plan.target_heads, asked, progress=progress)
-
-
-def _first_token(loaded: LoadedModel, bos: bool | None, diagnosis: Diagnosis) -> LoadedModel:
-    """Texts start as they did in the diagnosis; another wish is refused."""
-    earlier = diagnosis.provenance.settings
-    asked = loaded.starting_with(bos)
-    return asked if earlier is None else asked.inheriting(earlier.bos, "the diagnosis")
 
 
 def selected_heads(diagnosis: Diagnosis, selection: str) -> list[Head]:

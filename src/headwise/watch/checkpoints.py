@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headwise.artefacts import sweep, versions
-from headwise.diagnosis.values import Thresholds
+from headwise.diagnosis.settings import Thresholds
 from headwise.errors import ArtefactError, ModelError
 from headwise.integrity.locks import one_writer
 from headwise.models.loaded_model import LoadedModel
@@ -45,7 +45,7 @@ def watch_checkpoints(
     texts: TextSet | Sequence[str] | None = None,
     *,
     out: Path | str,
-    max_length: int = 512,
+    max_length: int = 128,
     batch_size: int = 4,
     bos: bool | None = None,
     dtype: str | None = None,

@@ -25,7 +25,8 @@ from headwise.artefacts import (
     to_json,
     write_bytes,
 )
-from headwise.diagnosis.values import Diagnosis, Thresholds, diagnosis_from
+from headwise.diagnosis.settings import Thresholds
+from headwise.diagnosis.values import Diagnosis, diagnosis_from
 from headwise.errors import ArtefactError
 from headwise.heads import Head, heads_where
 from headwise.integrity.checksums import checked_rows, sealed_row

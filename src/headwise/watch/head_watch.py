@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from headwise.artefacts import versions
-from headwise.diagnosis.values import Thresholds
+from headwise.diagnosis.settings import Thresholds
 from headwise.errors import ArtefactError, HeadwiseError
 from headwise.models.loaded_model import LoadedModel
 from headwise.provenance import MeasureSettings, Provenance
@@ -201,7 +201,7 @@ class HeadWatch(TrainerCallback):
         whole = bare(self.model)
         identity = self.name or whole.config._name_or_path or str(whole.config.model_type)
         with undisturbed(self.model):
-            loaded = LoadedModel(identity, whole, self.tokenizer).starting_with(self._bos)
+            loaded = LoadedModel(identity, whole, self.tokenizer).reading(self._bos)
             chosen = as_text_set(self._texts, identity)
             chosen = TextSet(chosen.name, chosen.texts[:MOST_TEXTS])
             encoded = encode_for(loaded, chosen.texts, max_length=self._cut)

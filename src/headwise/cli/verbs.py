@@ -1,0 +1,138 @@
+"""Verbs from settings: a parameter that is a settings dataclass becomes an option per field.
+
+Typer reads a command's signature. `verb` gives it one in which every settings value is written out
+(nested ones too), and puts the values together again when the command runs; a wrong value is
+refused then, before anything is imported or loaded.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import inspect
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import wraps
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+import typer
+from annotated_types import Ge, Gt, Le
+from typing_extensions import Doc
+
+from headwise.cli.app import app
+from headwise.keywords import Flags
+
+Command = Callable[..., None]
+
+
+def verb(short_help: str, *, example: str) -> Callable[[Command], Command]:
+    """Register a function as a verb of the command line."""
+
+    def register(function: Command) -> Command:
+        options = list(_parameters(function))
+
+        @wraps(function)
+        def command(**given: Any) -> None:
+            function(**_put_together(function, given))
+
+        command.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+        command.__annotations__ = {option.name: option.annotation for option in options}
+        del command.__wrapped__  # typer would look through it
+        app.command(short_help=short_help, epilog=f"Example: headwise {example}")(command)
+        return function
+
+    return register
+
+
+def _parameters(function: Command) -> Iterator[inspect.Parameter]:
+    kinds = get_type_hints(function, include_extras=True)
+    for parameter in inspect.signature(function).parameters.values():
+        kind = kinds[parameter.name]
+        if is_dataclass(kind):
+            yield from _field_options(kind)
+        else:
+            yield _option(parameter.name, kind, parameter.default)
+
+
+def _field_options(kind: Any) -> Iterator[inspect.Parameter]:
+    """An option for every field that has a `Doc`; fields of nested settings stand beside them."""
+    kinds = get_type_hints(kind, include_extras=True)
+    for field in fields(kind):
+        if is_dataclass(kinds[field.name]):
+            yield from _field_options(kinds[field.name])
+        elif _marks(kinds[field.name], Doc):
+            yield _option(field.name, kinds[field.name], _default(field))
+
+
+def _default(field: Field[Any]) -> Any:
+    return inspect.Parameter.empty if field.default is MISSING else field.default
+
+
+def _option(name: str, kind: Any, default: Any) -> inspect.Parameter:
+    """A typer option from the `Doc`, bounds and `Flags` of a keyword; others stay as they are."""
+    docs = _marks(kind, Doc)
+    if docs:
+        plain, least, most = _plain(get_args(kind)[0]), _marks(kind, Ge, Gt), _marks(kind, Le)
+        flags = [one.names for one in _marks(kind, Flags)] or _flag(name, plain, default)
+        info = typer.Option(
+            *flags,
+            help=docs[0].documentation,
+            min=_bound(least[0]) if least else None,
+            max=most[0].le if most else None,
+            show_default=default not in (None, (), []) and default != "",
+        )
+        default = None if default == () else default
+        kind = Annotated[plain | None if default is None else plain, info]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+
+
+def _marks(kind: Any, *wanted: type) -> list[Any]:
+    """What an annotation says besides the type."""
+    return [mark for mark in getattr(kind, "__metadata__", ()) if isinstance(mark, wanted)]
+
+
+def _bound(bound: Ge | Gt) -> Any:
+    return bound.ge if isinstance(bound, Ge) else bound.gt
+
+
+def _flag(name: str, kind: Any, default: Any) -> list[str]:
+    """A switch that is off has no `--no-` form; one that may be unset or on has both."""
+    dashed = f"--{name.rstrip('_').replace('_', '-')}"
+    if kind is bool and default is False:
+        return [dashed]
+    return [f"{dashed}/--no-{dashed[2:]}"] if kind is bool else [dashed]
+
+
+def _plain(kind: Any) -> Any:
+    """The type as typer knows it: no None in a union, a list for a sequence."""
+    if get_origin(kind) in (Union, types.UnionType):
+        kind = next(part for part in get_args(kind) if part is not types.NoneType)
+    if get_origin(kind) is collections.abc.Sequence:
+        return list[get_args(kind)[0]]  # type: ignore[misc]
+    return kind
+
+
+def _put_together(function: Command, given: dict[str, Any]) -> dict[str, Any]:
+    kinds = get_type_hints(function, include_extras=True)
+    return {
+        name: _settings(kinds[name], given) if is_dataclass(kinds[name]) else given[name]
+        for name in inspect.signature(function).parameters
+    }
+
+
+def _settings(kind: Any, given: dict[str, Any]) -> Any:
+    """A settings value from what the command line gave; fields that are no options keep theirs."""
+    kinds = get_type_hints(kind, include_extras=True)
+    values: dict[str, Any] = {}
+    for field in fields(kind):
+        if is_dataclass(kinds[field.name]):
+            values[field.name] = _settings(kinds[field.name], given)
+        elif field.name in given:
+            values[field.name] = _given(given[field.name], field)
+    return kind(**values)
+
+
+def _given(value: Any, field: Field[Any]) -> Any:
+    if value is None and field.default is not MISSING:
+        return field.default
+    return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value

@@ -1,0 +1,24 @@
+"""How a model is loaded: keywords of `load_model`, options of every verb that loads one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headwise.errors import ModelError
+from headwise.keywords import AllowPickle, DeviceMap, Dtype, RemoteCode
+
+DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
+
+
+@dataclass(frozen=True)
+class LoadSettings:
+    """Precision, place and trust."""
+
+    device_map: DeviceMap = None
+    dtype: Dtype = None
+    allow_pickle: AllowPickle = False
+    trust_remote_code: RemoteCode = False
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ModelError(f"unknown --dtype {self.dtype!r}", fix=" or ".join(DTYPES))
