@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
-import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -24,22 +22,15 @@ PINNED = Path(__file__).parent / "data" / "surface.json"
 
 
 def surface():
-    """Public names with their signatures, and every verb with its options."""
-    names = {name: getattr(headwise, name) for name in headwise.__all__}
-    signatures = {
-        name: re.sub(r" at 0x\w+", "", str(inspect.signature(value)))
-        if inspect.isfunction(value)
-        else "value"
-        for name, value in names.items()
-    }
+    """Public names, and every verb with its options."""
     verbs = {
         verb: sorted(name for parameter in command.params for name in parameter.opts)
         for verb, command in COMMANDS.items()
     }
-    return {"names": signatures, "verbs": verbs}
+    return {"names": sorted(headwise.__all__), "verbs": verbs}
 
 
-def test_names_signatures_and_options_are_what_was_promised():
+def test_names_and_options_are_what_was_promised():
     """A change is welcome if it is meant: `HEADWISE_PIN=1 pytest tests/test_surface.py` pins it."""
     if os.environ.get("HEADWISE_PIN"):
         PINNED.write_text(json.dumps(surface(), indent=1, sort_keys=True) + "\n")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections.abc
 import inspect
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import wraps
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
@@ -115,8 +115,10 @@ def _plain(kind: Any) -> Any:
 def _put_together(function: Command, given: dict[str, Any]) -> dict[str, Any]:
     kinds = get_type_hints(function, include_extras=True)
     return {
-        name: _settings(kinds[name], given) if is_dataclass(kinds[name]) else given[name]
-        for name in inspect.signature(function).parameters
+        name: _settings(kinds[name], given)
+        if is_dataclass(kinds[name])
+        else _given(given[name], parameter.default)
+        for name, parameter in inspect.signature(function).parameters.items()
     }
 
 
@@ -128,11 +130,12 @@ def _settings(kind: Any, given: dict[str, Any]) -> Any:
         if is_dataclass(kinds[field.name]):
             values[field.name] = _settings(kinds[field.name], given)
         elif field.name in given:
-            values[field.name] = _given(given[field.name], field)
+            values[field.name] = _given(given[field.name], field.default)
     return kind(**values)
 
 
-def _given(value: Any, field: Field[Any]) -> Any:
-    if value is None and field.default is not MISSING:
-        return field.default
-    return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+def _given(value: Any, default: Any) -> Any:
+    """Typer gives None for a list that is empty, and a list where settings hold a tuple."""
+    if isinstance(default, tuple):
+        return tuple(value or ())
+    return value
