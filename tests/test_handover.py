@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,12 +18,13 @@ from conftest import tiny_language_model
 from headwise.errors import HeadwiseError, ModelError
 from headwise.handover.adapter import export_peft, split_rank
 from headwise.handover.merging import apply_patches
-from headwise.handover.weight_files import RECORD
+from headwise.handover.weight_files import RECORD, REPLACED
 from headwise.heads import Head
 from headwise.models.loading import load_model
 from headwise.models.patch import Patch, Slice
 from headwise.models.slices import spans_of
 from headwise.models.values import PatchInfo
+from planned import weight_bits
 from reportstudy import build_study
 
 HEADS = [Head(0, 1), Head(1, 2), Head(1, 3)]
@@ -118,9 +121,9 @@ def digests(folder):
     return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.iterdir()}
 
 
-def tensors_of(folder):
+def tensors_of(folder, pattern="*.safetensors"):
     found = {}
-    for path in folder.glob("*.safetensors"):
+    for path in folder.glob(pattern):
         with safe_open(str(path), framework="pt") as file:
             found |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     return found
@@ -138,8 +141,9 @@ def test_a_half_precision_base_is_merged_and_undone_to_the_same_files(
     merged = apply_patches(loaded, [patch], tmp_path / "merged")
     assert {p.name for p in base.iterdir()} == {p.name for p in merged.iterdir()} - {RECORD}
     plain = AutoModelForCausalLM.from_pretrained(merged)
-    for name, value in loaded.model.named_parameters():  # it carries the patch
-        assert torch.equal(plain.get_parameter(name), value), name
+    with patch.applied(loaded.model):
+        for name, value in loaded.model.named_parameters():
+            assert torch.equal(plain.get_parameter(name), value), name
     before, after = tensors_of(base), tensors_of(merged)
     kept = [name for name in before if torch.equal(before[name].float(), after[name].float())]
     assert all(after[name].dtype == torch.float16 for name in kept)
@@ -154,6 +158,90 @@ def test_values_that_fit_keep_the_bases_precision(tokenizer, tmp_path):
     merged = apply_patches(loaded, [patch_of(loaded.model, torch.zeros_like)], tmp_path / "merged")
     assert {value.dtype for value in tensors_of(merged).values()} == {torch.float16}
     assert json.loads((merged / "config.json").read_text())["dtype"] == "float16"
+
+
+@pytest.mark.parametrize("shards", ["1GB", "40KB"])
+def test_a_patch_of_less_precision_leaves_the_base_its_own_and_is_undone(
+    shards, tokenizer, tmp_path
+):
+    base = folder_of(
+        tiny_language_model("llama"), tokenizer, tmp_path / "base", max_shard_size=shards
+    )
+    loaded = load_model(str(base), dtype="bfloat16", bos=False)
+    patch = patch_of(loaded.model, lambda part: part * 0.5)
+    second = Patch({n: Slice(s.span, s.after, s.after * 0.5) for n, s in patch.slices.items()})
+    merged = apply_patches(loaded, [patch, second], tmp_path / "merged")
+    before, after = tensors_of(base), tensors_of(merged, "model*.safetensors")
+    assert {value.dtype for value in after.values()} == {torch.float32}
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {part.span.parameter for part in patch.slices.values()}
+    for part in second.slices.values():
+        rows = part.span.within(after[part.span.parameter])
+        assert torch.equal(rows, part.after.float())
+    again = load_model(str(merged), dtype="bfloat16", bos=False)
+    one = apply_patches(again, [second], tmp_path / "one", undo=True)
+    again = load_model(str(one), dtype="bfloat16", bos=False)
+    back = apply_patches(again, [patch], tmp_path / "back", undo=True)
+    assert digests(back) == digests(base)
+
+
+def test_what_could_not_be_written_in_the_bases_precision_is_refused(model_dir, tmp_path):
+    loaded = load_model(str(model_dir), dtype="bfloat16", bos=False)
+    patch = patch_of(loaded.model, torch.zeros_like)
+    foreign = Patch({n: Slice(s.span, s.before + 1, s.after) for n, s in patch.slices.items()})
+    with pytest.raises(ModelError, match=r"files are float32 .* loaded in bfloat16"):
+        apply_patches(loaded, [foreign], tmp_path / "merged", force=True)
+    assert not (tmp_path / "merged").exists()
+    merged = apply_patches(loaded, [patch], tmp_path / "merged")
+    (merged / REPLACED).unlink()  # what undoing needs
+    with pytest.raises(ModelError, match=r"files are float32 .* loaded in bfloat16"):
+        apply_patches(
+            load_model(str(merged), dtype="bfloat16", bos=False),
+            [patch],
+            tmp_path / "back",
+            undo=True,
+        )
+
+
+@pytest.mark.parametrize("undo", [False, True])
+def test_merging_leaves_the_model_in_memory_as_it_was(undo, model_dir, tmp_path):
+    loaded = load_model(str(model_dir), bos=False)
+    patch = patch_of(loaded.model, torch.zeros_like)
+    if undo:
+        patch = Patch({n: Slice(s.span, s.after, s.before) for n, s in patch.slices.items()})
+    bits = weight_bits(loaded.model)
+    apply_patches(loaded, [patch], tmp_path / "merged", undo=undo)
+    assert weight_bits(loaded.model) == bits
+
+
+def test_a_patch_forced_onto_another_base_gives_its_bits_back(model_dir):
+    model = load_model(str(model_dir), bos=False).model
+    patch = patch_of(model, torch.zeros_like)
+    with torch.no_grad():
+        for part in patch.slices.values():
+            part.span.of(model).mul_(3)
+    bits = weight_bits(model)
+    with patch.applied(model, force=True):
+        assert weight_bits(model) != bits
+    assert weight_bits(model) == bits
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"patches": 1, "narrow": {}, "files": {}},
+        {"patches": [], "narrow": {"x": "F8"}, "files": {}},
+        {"patches": ["x"], "narrow": {}, "files": {"config.json": 3}},
+    ],
+)
+def test_a_hand_made_merge_record_is_refused(body, model_dir, tmp_path):
+    loaded = load_model(str(model_dir), bos=False)
+    base = shutil.copytree(model_dir, tmp_path / "base")
+    (base / RECORD).write_text(json.dumps({"schema": "headwise.merge/1", **body}))
+    copied = replace(loaded, id=str(base))
+    with pytest.raises(HeadwiseError, match=r"patches|narrow|files"):
+        apply_patches(copied, [patch_of(loaded.model, torch.zeros_like)], tmp_path / "out")
 
 
 def test_what_was_changed_in_memory_is_not_lost(model_dir, tmp_path):
@@ -206,9 +294,10 @@ def test_a_comparison_is_also_a_csv(tmp_path):
 def test_the_harness_reads_a_merged_directory(model_dir, tmp_path):
     harness = pytest.importorskip("lm_eval.models.huggingface")
     loaded = load_model(str(model_dir), bos=False)
-    merged = apply_patches(loaded, [patch_of(loaded.model, torch.zeros_like)], tmp_path / "merged")
+    patch = patch_of(loaded.model, torch.zeros_like)
+    merged = apply_patches(loaded, [patch], tmp_path / "merged")
     wrapped = harness.HFLM(pretrained=str(merged), device="cpu", dtype="float32")
-    with torch.no_grad():
+    with torch.no_grad(), patch.applied(loaded.model):
         assert torch.equal(wrapped.model(IDS).logits, loaded.model(IDS).logits)
 
 
@@ -217,9 +306,10 @@ def test_transformer_lens_reads_a_merged_directory(tokenizer, tmp_path):
     lens = pytest.importorskip("transformer_lens.model_bridge")
     base = folder_of(tiny_language_model("gpt2"), tokenizer, tmp_path / "base")
     loaded = load_model(str(base), bos=False)
-    merged = apply_patches(loaded, [patch_of(loaded.model, released)], tmp_path / "merged")
+    patch = patch_of(loaded.model, released)
+    merged = apply_patches(loaded, [patch], tmp_path / "merged")
     bridge = lens.TransformerBridge.boot_transformers(str(merged), device="cpu")
-    with torch.no_grad():
+    with torch.no_grad(), patch.applied(loaded.model):
         torch.testing.assert_close(bridge(IDS), loaded.model(IDS).logits, atol=1e-4, rtol=1e-4)
 
 

@@ -4,7 +4,8 @@ Where the model lies on disk as safetensors, its files are copied and only the b
 tensors are written: config, tokenizer, shards, tied weights and every other bit stay by
 construction. A changed tensor keeps its precision if its values fit; if not (float32 slices in a
 float16 file) it is widened and the config says so, and `headwise_merge.json` remembers what was
-there, so that undoing gives back the same files. Any other model is saved by transformers.
+there, so that undoing gives back the same files. A patch in less precision than the files leaves
+them theirs. Any other model is saved by transformers. The model in memory stays as it was.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -23,6 +25,7 @@ from headwise.models.loaded_model import LoadedModel
 from headwise.models.loading import converted_gguf, quietly
 from headwise.models.patch import Patch
 from headwise.models.patient import patient_dir
+from headwise.models.tensor_files import stored_tensors
 
 
 def apply_patches(
@@ -39,12 +42,14 @@ def apply_patches(
         raise ModelError(
             "the output folder is a file, or not empty", where=out, fix="choose another --out"
         )
-    for patch in ordered:
-        (patch.undo if undo else patch.apply)(loaded.model, force=force)
     staging = out.with_name(f".{out.name}.tmp")
     try:
         shutil.rmtree(staging, ignore_errors=True)
-        _write(loaded, ordered, staging, undo)
+        with ExitStack() as stack:
+            for patch in ordered:
+                context = patch.undone if undo else patch.applied
+                stack.enter_context(context(loaded.model, force=force))
+            _write(loaded, ordered, staging, undo)
         os.replace(staging, out)  # noqa: PTH105 - only this takes the place of an empty folder
     except (OSError, SafetensorError) as error:  # safetensors tells a full disk in its own words
         raise ModelError(
@@ -63,10 +68,16 @@ def _write(loaded: LoadedModel, patches: Sequence[Patch], out: Path, undo: bool)
     if base and merge_files(base, patches, out, undo=undo) and holds(out, loaded.model):
         return
     shutil.rmtree(out, ignore_errors=True)
-    _saved(loaded, out)
-
-
-def _saved(loaded: LoadedModel, out: Path) -> None:
+    types = [] if base is None else [tensor.dtype for tensor in stored_tensors(base).values()]
+    finest = max(types, key=lambda dtype: dtype.itemsize, default=loaded.model.dtype)
+    if finest.itemsize > loaded.model.dtype.itemsize:
+        names = [str(dtype).removeprefix("torch.") for dtype in (finest, loaded.model.dtype)]
+        raise ModelError(
+            f"the model's files are {names[0]} and it is loaded in {names[1]}, and they lack "
+            "what the patch replaces: writing it would round every weight for good",
+            where=base,
+            fix=f"use the model the patch was made from, or --dtype {names[0]} --force",
+        )
     with quietly():
         loaded.model.save_pretrained(out)
         loaded.tokenizer.save_pretrained(out)

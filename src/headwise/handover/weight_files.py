@@ -3,16 +3,19 @@
 A tensor of the file is a model's parameter if its name is the parameter's, with or without the
 name of the backbone in front (BLOOM's files leave out `transformer.`), and if it holds there what
 the patch says; otherwise nothing is written and the caller saves the model another way.
+
+Undoing gives back the same files. Where a patch holds less precision than the file (made in
+bfloat16, merged into float32) it does not have the bits it replaces: these go into `REPLACED`.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
@@ -21,6 +24,7 @@ from transformers import PreTrainedModel
 
 from headwise.artefacts import (
     load_artefact,
+    parse_json,
     save_artefact,
     to_json,
     write_atomically,
@@ -28,31 +32,40 @@ from headwise.artefacts import (
 )
 from headwise.models.offloading import held_tensor, parameter_shapes
 from headwise.models.patch import Patch, Slice
+from headwise.models.tensor_files import (
+    METADATA,
+    TYPES,
+    read_header,
+    read_safetensors,
+    weight_files,
+    write_safetensors,
+)
+from headwise.values import from_plain
 
 RECORD = "headwise_merge.json"
+REPLACED = "headwise_merge.safetensors"  # patch.slice -> what stood there, in the file's precision
+_SCHEMA = "headwise.merge/1"
 _INDEX = "model.safetensors.index.json"
 _COPIED = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")
 _NOT_COPIED = (RECORD, "source.json")  # the latter is of headwise's own GGUF cache
-_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64"}
-_TYPES = {name: dtype for dtype, name in _NAMES.items()}
+_NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 
 @dataclass(frozen=True)
 class MergeRecord:
     """What a merged directory was: patches inside it, and what widening changed."""
 
-    patches: tuple[str, ...] = ()  # hashes of their base slices, in order
-    narrow: Mapping[str, str] = field(default_factory=dict)  # tensor -> its type in the base
-    files: Mapping[str, str] = field(default_factory=dict)  # texts of the base that changed
+    patches: tuple[str, ...]  # hashes of their base slices, in order
+    narrow: dict[str, Literal["F64", "F32", "F16", "BF16"]]  # tensor -> its type in the base
+    files: dict[str, str]  # texts of the base that changed
 
     @staticmethod
     def of(folder: Path) -> MergeRecord:
         """The record of a merged directory, an empty one of any other."""
         path = folder / RECORD
         if not path.exists():
-            return MergeRecord()
-        body = load_artefact(path, "merge")
-        return MergeRecord(tuple(body["patches"]), body["narrow"], body["files"])
+            return MergeRecord((), {}, {})
+        return from_plain(MergeRecord, load_artefact(path, "merge"), path)
 
     def save(self, folder: Path) -> None:
         """Write `headwise_merge.json`; a directory without patches has none."""
@@ -63,16 +76,17 @@ class MergeRecord:
 
 def merge_files(base: Path, patches: Sequence[Patch], out: Path, *, undo: bool) -> bool:
     """Copy a model directory with patches merged or undone; False if its files do not fit."""
-    shards = sorted(base.glob("*.safetensors"))
+    shards = weight_files(base)
     record = MergeRecord.of(base)
-    changed = _changed_tensors(shards, patches, undo)
+    replaced = read_safetensors(base / REPLACED, _SCHEMA)[0] if (base / REPLACED).exists() else {}
+    changed = _changed_tensors(shards, patches, replaced, undo=undo)
     if changed is None:
         return False
-    narrow = {
+    narrow: dict[str, Any] = {
         name: record.narrow.get(name, _NAMES[old.dtype]) for name, (old, _) in changed.items()
     }
-    held = {name: _held(new, _TYPES[narrow[name]]) for name, (_, new) in changed.items()}
-    wide = {n: t for n, t in narrow.items() if _TYPES[t] != held[n].dtype}
+    held = {name: _held(new, TYPES[narrow[name]]) for name, (_, new) in changed.items()}
+    wide = {n: t for n, t in narrow.items() if TYPES[t] != held[n].dtype}
     kept = {n: t for n, t in record.narrow.items() if n not in changed}
     out.mkdir(parents=True, exist_ok=True)
     for path in sorted(base.iterdir()):
@@ -80,16 +94,20 @@ def merge_files(base: Path, patches: Sequence[Patch], out: Path, *, undo: bool) 
             shutil.copyfile(path, out / path.name)
     for shard in shards:
         _write_shard(shard, held, out / shard.name)
-    hashes = _hashes(record.patches, patches, undo)
-    texts = _told(base, out, record, widest=_widest(held, {**kept, **wide}))
-    MergeRecord(hashes, {**kept, **wide}, texts).save(out)
+    if replaced:
+        write_safetensors(out / REPLACED, replaced, {"schema": _SCHEMA})
+    hashes = [patch.base_fingerprint() for patch in patches]
+    left = [name for name in record.patches if name not in hashes]
+    texts = _write_texts(base, out, record, widest=_widest(held, {**kept, **wide}))
+    merged = tuple(left) if undo else (*record.patches, *hashes)
+    MergeRecord(merged, {**kept, **wide}, texts).save(out)
     return True
 
 
 def holds(folder: Path, model: PreTrainedModel) -> bool:
     """Whether the files are this model as it is in memory, where it may have been changed."""
     names = _by_key(parameter_shapes(model))
-    for shard in folder.glob("*.safetensors"):
+    for shard in weight_files(folder):
         with safe_open(str(shard), framework="pt") as file:
             for key in names.keys() & set(file.keys()):
                 ours = held_tensor(model, names[key]).cpu()
@@ -112,18 +130,13 @@ def _held(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _widest(held: Mapping[str, Tensor], wide: Mapping[str, str]) -> torch.dtype | None:
     """The precision that the widened tensors need; None if none is widened."""
-    found = [tensor.dtype for name, tensor in held.items() if name in wide]
-    return max(found, key=lambda d: d.itemsize) if found else (torch.float32 if wide else None)
+    types = [tensor.dtype for name, tensor in held.items() if name in wide]
+    return max(types, key=lambda d: d.itemsize) if types else (torch.float32 if wide else None)
 
 
-def _hashes(before: Sequence[str], patches: Sequence[Patch], undo: bool) -> tuple[str, ...]:
-    names = [patch.base_fingerprint() for patch in patches]
-    if not undo:
-        return (*before, *names)
-    return tuple(name for name in before if name not in names)
-
-
-def _told(base: Path, out: Path, record: MergeRecord, widest: torch.dtype | None) -> dict[str, str]:
+def _write_texts(
+    base: Path, out: Path, record: MergeRecord, widest: torch.dtype | None
+) -> dict[str, str]:
     """Make config and index say what the weights are; returns what they said in the base."""
     original = {
         name: record.files.get(name, (base / name).read_text(encoding="utf-8"))
@@ -134,74 +147,87 @@ def _told(base: Path, out: Path, record: MergeRecord, widest: torch.dtype | None
         for name, text in original.items():
             write_text(out / name, text)
         return {}
-    config = json.loads(original["config.json"])
+    config = parse_json(original["config.json"], base / "config.json")
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     write_text(out / "config.json", to_json({**config, key: str(widest).removeprefix("torch.")}))
     if _INDEX in original:
-        index = json.loads(original[_INDEX])
-        size = sum(end - start for p in out.glob("*.safetensors") for start, end in _spans(p))
+        index = parse_json(original[_INDEX], base / _INDEX)
+        headers = [read_header(path)[0] for path in weight_files(out)]
+        ends = [e["data_offsets"] for h in headers for name, e in h.items() if name != METADATA]
+        size = sum(stop - start for start, stop in ends)
         index["metadata"] = {**index.get("metadata", {}), "total_size": size}
         write_text(out / _INDEX, to_json(index))
     return original
 
 
-def _spans(path: Path) -> Iterator[tuple[int, int]]:
-    header, _ = _header(path)
-    for name, entry in header.items():
-        if name != "__metadata__":
-            yield entry["data_offsets"][0], entry["data_offsets"][1]
-
-
 def _changed_tensors(
-    shards: Sequence[Path], patches: Sequence[Patch], undo: bool
+    shards: Sequence[Path],
+    patches: Sequence[Patch],
+    replaced: dict[str, Tensor],
+    *,
+    undo: bool,
 ) -> dict[str, tuple[Tensor, Tensor]] | None:
-    """Tensors of the files before and after; None if one is not where or what it should be."""
-    parts = [part for patch in patches for part in patch.slices.values()]
-    wanted = {part.span.parameter for part in parts}
-    names = _by_key(wanted)
-    found: dict[str, tuple[Tensor, Tensor]] = {}
+    """Tensors of the files before and after; None if one is not where or what it should be.
+
+    `replaced` gains what the patches have too little precision to hold, and loses what is undone.
+    """
+    parts = [
+        (f"{patch.base_fingerprint()}.{name}", part)
+        for patch in patches
+        for name, part in patch.slices.items()
+    ]
+    parameters = {part.span.parameter for _, part in parts}
+    names = _by_key(parameters)
+    tensors: dict[str, tuple[Tensor, Tensor]] = {}
     places: dict[str, str] = {}
     for shard in shards:
         with safe_open(str(shard), framework="pt") as file:
             for key in names.keys() & set(file.keys()):
                 tensor = file.get_tensor(key)
-                found[key], places[names[key]] = (tensor, tensor), key
-    if set(places) != wanted:
+                tensors[key], places[names[key]] = (tensor, tensor), key
+    if set(places) != parameters:
         return None
-    for part in parts:
+    for identity, part in parts:
         key = places[part.span.parameter]
-        new = _written(found[key][1], part, undo)
-        if new is None or found[key][0].dtype not in _NAMES:
+        original, current = tensors[key]
+        new = None
+        if original.dtype in _NAMES and current.shape[part.span.axis] >= part.span.stop:
+            new = _exchanged(current, part, identity, replaced, undo=undo)
+        if new is None:
             return None
-        found[key] = found[key][0], new
-    return found
+        tensors[key] = original, new
+    return tensors
 
 
-def _written(tensor: Tensor, part: Slice, undo: bool) -> Tensor | None:
-    """The tensor with one slice changed, in the patch's precision; None if it does not fit."""
+def _exchanged(
+    tensor: Tensor, part: Slice, identity: str, replaced: dict[str, Tensor], *, undo: bool
+) -> Tensor | None:
+    """The tensor with one slice exchanged, in the finer of two precisions; None if it misfits."""
     old, new = (part.after, part.before) if undo else (part.before, part.after)
-    wide = tensor.to(torch.promote_types(tensor.dtype, new.dtype))
-    if wide.shape[part.span.axis] < part.span.stop or wide.dtype != new.dtype:
-        return None  # the file is finer than the patch: undoing could not give its bits back
-    wide = wide.clone()
+    wide = tensor.to(torch.promote_types(tensor.dtype, new.dtype)).clone()
     place = part.span.within(wide)
-    if place.shape != old.shape or not torch.equal(place, old.to(place)):
+    if place.shape != old.shape or wide.dtype not in (tensor.dtype, new.dtype):
         return None
-    place.copy_(new)
+    if wide.dtype == new.dtype:
+        if not torch.equal(place, old.to(place)):
+            return None
+        place.copy_(new)
+        return wide
+    # the file is finer than the patch, which was made of these numbers rounded
+    if not torch.equal(place.to(old.dtype), old):
+        return None
+    if not undo:
+        replaced[identity] = place.clone()
+    elif identity not in replaced or not torch.equal(place, old.to(place)):
+        return None  # its bits were changed since, or nobody has kept what was there
+    place.copy_(replaced.pop(identity) if undo else new)
     return wide
-
-
-def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """The header of a safetensors file and where its data begins."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        return json.loads(file.read(size)), 8 + size
 
 
 def _write_shard(source: Path, held: Mapping[str, Tensor], target: Path) -> None:
     """The file with some tensors exchanged; order and metadata stay."""
-    header, start = _header(source)
-    names = [name for name in header if name != "__metadata__"]
+    header, start = read_header(source)
+    names = [name for name in header if name != METADATA]
     names.sort(key=lambda name: int(header[name]["data_offsets"][0]))
     ours = {name: held[name] for name in names if name in held}
     if not ours:

@@ -112,11 +112,27 @@ class Patch:
     @contextmanager
     def applied(self, model: PreTrainedModel, *, force: bool = False) -> Iterator[None]:
         """The model with the patch while open; afterwards its bits are what they were."""
-        self.apply(model, force=force)
+        with self._exchanged(model, force=force):
+            yield
+
+    @contextmanager
+    def undone(self, model: PreTrainedModel, *, force: bool = False) -> Iterator[None]:
+        """The model without the patch while open; afterwards it carries the patch again."""
+        with self._exchanged(model, force=force, undo=True):
+            yield
+
+    @contextmanager
+    def _exchanged(
+        self, model: PreTrainedModel, *, force: bool, undo: bool = False
+    ) -> Iterator[None]:
+        held = {part.span: part.after if undo else part.before for part in self.slices.values()}
+        if force:  # on another base: whatever stands there comes back
+            held = {span: span.of(model).detach().clone() for span in held}
+        (self.undo if undo else self.apply)(model, force=force)
         try:
             yield
         finally:
-            write_slices(model, {part.span: part.before for part in self.slices.values()})
+            write_slices(model, held)
 
     def _require(self, model: PreTrainedModel, state: str, verb: str, *, any_bits: bool) -> None:
         """Check every slice before one is written; `any_bits` asks for the right shape only."""

@@ -21,7 +21,7 @@ from headwise.artefacts import is_there, read_json, require_regular, write_atomi
 from headwise.errors import ArtefactError, ModelError
 from headwise.integrity.checksums import CHECKSUM, require_same
 
-_METADATA = "__metadata__"
+METADATA = "__metadata__"
 _LARGEST_HEADER = 100_000_000  # bytes; the library's own limit
 _WEIGHTS = "model.safetensors"
 TYPES = {
@@ -43,7 +43,7 @@ def write_safetensors(
     data = memoryview(raw)[8 + size :]
     entries = dict(sorted((metadata or {}).items()))
     entries[CHECKSUM] = _checksum(header, entries, [data])
-    text = json.dumps({_METADATA: entries, **header}, separators=(",", ":")).encode()
+    text = json.dumps({METADATA: entries, **header}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # data stays aligned
 
     def write(file: Any) -> None:
@@ -69,7 +69,8 @@ def verified_metadata(path: Path, schema: str | None = None) -> dict[str, str]:
     """The metadata of a safetensors file whose header and data are what was written."""
     try:
         require_regular(path)
-        header, metadata, start = read_header(Path(path))
+        header, start = read_header(Path(path))
+        metadata = header.pop(METADATA, {})
         with Path(path).open("rb") as file:
             file.seek(start)
             checksum = _checksum(header, metadata, iter(lambda: file.read(_CHUNK), b""))
@@ -85,19 +86,18 @@ def verified_metadata(path: Path, schema: str | None = None) -> dict[str, str]:
     return dict(metadata)
 
 
-def read_header(path: Path) -> tuple[dict[str, Any], dict[str, str], int]:
-    """A safetensors file's tensors, its metadata, and where its data starts.
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """A safetensors file's header, with METADATA where it has any, and where its data starts.
 
     Raises ValueError if the file is shorter than its header says.
     """
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(min(size, _LARGEST_HEADER)))
-    metadata = header.pop(_METADATA, {})
-    ends = [entry["data_offsets"][1] for entry in header.values()]
+    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != METADATA]
     if 8 + size + max(ends, default=0) > path.stat().st_size:
         raise ValueError("it is cut off")
-    return header, metadata, 8 + size
+    return header, 8 + size
 
 
 def _checksum(
@@ -181,7 +181,8 @@ def _tensors_of(path: Path) -> dict[str, StoredTensor]:
     # which a process that is limited to less than two of its files cannot.
     with safe_open(str(path), framework="numpy"):
         pass
-    header, _, start = read_header(path)
+    header, start = read_header(path)
+    header.pop(METADATA, None)
     return {
         name: StoredTensor(
             path,
