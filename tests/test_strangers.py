@@ -95,7 +95,7 @@ def test_auto_wakes_a_small_stranger_and_leaves_the_healthy_one_alone(tmp_path):
     held = TextSet("held", tuple(patient_texts("heldout"))[:64])
     patients("small", "gpt2", "--out", healthy)
     heads = "L1H0-2,L2H1-3,L3H0"
-    patients("sleep", healthy, "--texts", texts, "--heads", heads, "--out", asleep)
+    patients("sicken", healthy, "--texts", texts, "--heads", heads, "--out", asleep)
 
     def loss(model, *patches):
         found = evaluate(load_model(str(model)), [held], patches=patches, heads="none")
