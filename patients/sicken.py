@@ -2,12 +2,12 @@
 
     python patients/sicken.py MODEL --disease second --heads L1H0,L2H4 --texts TEXTS.jsonl --out ill
 
-The healthy model's loss is known, so the harm is, and so is the share of it that a treatment undoes.
-A disease is one row of `DISEASES`. Heads fall asleep by training their queries (or keys) and nothing
+The healthy model's loss is known, so the harm is, and the share of it that a treatment undoes. A
+disease is one row of `DISEASES`. Heads fall asleep by training their queries (or keys) and nothing
 else towards one position, so everything a head could do is still there; `pulled` trains nothing and
-pushes every query towards the first key (rank one); `emptied` heads sleep, and their values and outputs
-decay to a hundredth; `erased` ones become noise of that size; `collapsed` trains all weights of the
-model against the entropy of the heads.
+pushes every query towards the first key (rank one); `emptied` heads sleep, and their values and
+outputs decay to a hundredth; `erased` ones become noise of that size; `collapsed` trains all
+weights of the model against the entropy of the heads.
 """
 
 from __future__ import annotations

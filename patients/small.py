@@ -1,7 +1,7 @@
 """Train a small healthy model of another family: a base for patients that `auto` was not made for.
 
     python patients/small.py gpt2 --out base
-    python patients/sicken.py base --disease asleep --texts texts.jsonl --heads L1H0-2,L2H1-3,L3H0 --out asleep
+    python patients/sicken.py base --texts texts.jsonl --heads L1H0-2,L2H1-3,L3H0 --out asleep
 
 The text and the tokenizer are the bundled patient's; sizes and ways of knowing positions differ:
 learned (gpt2), ALiBi (bloom), rotary with grouped keys and a norm on queries and keys (qwen3).
