@@ -36,7 +36,7 @@ def ill(disease):
 @pytest.mark.parametrize("disease", ["asleep", "pulled", "half"])
 def test_sleepers_look_at_the_first_token(disease):
     mass = diagnose(ill(disease)[0], TEXTS[:5], max_length=96).maps["first_token_mass"]
-    # a push finds the first key only as far as that key stands out, which in random weights is little
+    # a push finds the first key as far as that key stands out: in random weights, a little
     least = {"asleep": 0.8, "pulled": 0.15, "half": 0.5}[disease]
     assert all(mass[head.layer][head.index] > least for head in HEADS), mass
 
