@@ -9,10 +9,11 @@ import torch
 
 from benchmarks.brute_force import head_output, text_losses
 from benchmarks.harness import Options, compare
+from headwise.forward.interventions import ZERO
+from headwise.forward.variant_losses import head_costs
 from headwise.heads import all_heads
 from headwise.models.architectures import geometry_of
 from headwise.models.loading import load_model
-from headwise.proof.ablation import ablate_heads
 from headwise.texts.batches import encode_texts
 from headwise.texts.text_sets import default_texts
 
@@ -57,11 +58,11 @@ def bench_ablation(*, repeats: int = 3, texts: int = 16, length: int = 256) -> l
         peer.append(np.stack(costs))
 
     pairs = compare(
-        lambda: ours.append(ablate_heads(model, encoded, [[head] for head in heads])),
+        lambda: ours.append(head_costs(model, encoded, heads, [ZERO])[:, 0]),
         brute_force,
         repeats,
     )
-    tokens = ours[0].tokens
+    tokens = np.array([len(ids) - 1 for ids in encoded])
     return [
         AblationRow(
             heads=len(heads),
@@ -71,7 +72,7 @@ def bench_ablation(*, repeats: int = 3, texts: int = 16, length: int = 256) -> l
             peer_cpu_s=round(pairs.peer, 2),
             time_to_peer=round(pairs.ratio, 3),
             largest_difference_nats=max(
-                float((abs(a.deltas - b) / tokens).max()) for a, b in zip(ours, peer, strict=True)
+                float((abs(a - b) / tokens).max()) for a, b in zip(ours, peer, strict=True)
             ),
         )
     ]

@@ -80,10 +80,11 @@ def _measured(
     name: str, texts: int, length: int, progress: Progress
 ) -> tuple[tuple[Head, ...], Costs, Tokens]:
     """Zero-ablation costs of all heads on every text."""
+    from headwise.forward.interventions import ZERO
+    from headwise.forward.variant_losses import head_costs
     from headwise.models.architectures import geometry_of
     from headwise.models.loading import load_model
     from headwise.models.patient import PATIENTS, patient_texts
-    from headwise.proof.head_costs import Interventions, head_costs
     from headwise.texts.batches import encode_for
 
     loaded = load_model(name)
@@ -93,9 +94,8 @@ def _measured(
     encoded = encode_for(loaded, chosen, max_length=loaded.length(length))
     shape = geometry_of(loaded.model)
     heads = tuple(all_heads(shape.num_layers, shape.num_heads, shape.layers))
-    wanted = Interventions(unsink=False)
-    found = head_costs(loaded.model, encoded, heads, wanted, progress=progress)
-    return heads, found.deltas[:, 0], found.tokens
+    costs = head_costs(loaded.model, encoded, heads, [ZERO], progress=progress)
+    return heads, costs[:, 0], np.array([len(ids) - 1 for ids in encoded])
 
 
 def _fixed(heads: tuple[Head, ...], costs: Costs, tokens: Tokens) -> Usefulness:

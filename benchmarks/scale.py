@@ -288,11 +288,12 @@ def _diagnosed(model: Any, ids: list[list[int]]) -> None:
 
 def _ablated(model: Any, ids: list[list[int]]) -> None:
     """Every head ablated, each alone, on every text."""
+    from headwise.forward.interventions import ZERO
+    from headwise.forward.variant_losses import head_costs
     from headwise.heads import all_heads
-    from headwise.proof.ablation import ablate_heads
 
     heads = all_heads(int(model.config.n_layer), int(model.config.n_head))
-    ablate_heads(model, ids, [[head] for head in heads])
+    head_costs(model, ids, heads, [ZERO])
 
 
 def _work_seconds(

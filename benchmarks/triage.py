@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,19 +12,28 @@ import torch
 from benchmarks.brute_force import head_output, text_losses
 from benchmarks.harness import Options, compare
 from headwise.diagnosis.diagnose import diagnose
-from headwise.diagnosis.mean_outputs import measure_means
+from headwise.forward.interventions import (
+    UNSINK,
+    ZERO,
+    Intervention,
+    mean_output,
+    patched_queries,
+    without_first_key,
+)
+from headwise.forward.mean_outputs import measure_means
 from headwise.forward.tap import LayerAttention, tapped
+from headwise.forward.variant_losses import head_costs
 from headwise.heads import Head, all_heads
 from headwise.models.architectures import geometry_of
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.loading import load_model
+from headwise.models.patch import Patch
 from headwise.models.slices import write_slices
-from headwise.proof.head_costs import InterventionCosts, Interventions, head_costs, unsunk
 from headwise.surgery.sink_directions import measure_directions
 from headwise.texts.batches import batches, encode_texts
 from headwise.texts.corpus import triage_texts
 from headwise.texts.text_sets import TextSet
-from headwise.therapy.triage import HANDLES, query_plan, treated_queries
+from headwise.therapy.triage import query_plan, treated_queries
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,20 +67,29 @@ def bench_triage(
     every = all_heads(shape.num_layers, shape.num_heads, shape.layers)
     count = min(sample, len(every)) if model else len(every)
     heads = [every[int(at)] for at in np.linspace(0, len(every) - 1, count)]
-    wanted = _interventions(loaded, chosen, encoded, heads)
-    ours: list[InterventionCosts] = []
+    means, treated = _measured(loaded, chosen, encoded, heads)
+    kinds: list[Intervention] = [ZERO, mean_output(loaded.model, means), UNSINK]
+    kinds += [patched_queries(loaded.model, name, patch) for name, patch in treated.items()]
+    ours: list[np.ndarray] = []
     peer: list[np.ndarray] = []
+
+    def contexts() -> list[list[AbstractContextManager[None]]]:
+        return [
+            [_intervened(loaded.model, head, kind.name, means, treated) for kind in kinds]
+            for head in heads
+        ]
+
     pairs = compare(
-        lambda: ours.append(head_costs(loaded.model, encoded, heads, wanted)),
-        lambda: peer.append(_brute_force(loaded.model, encoded, ours[-1], wanted)),
+        lambda: ours.append(head_costs(loaded.model, encoded, heads, kinds)),
+        lambda: peer.append(_brute_force(loaded.model, encoded, contexts())),
         repeats,
     )
-    tokens = ours[0].tokens
+    tokens = np.array([len(ids) - 1 for ids in encoded])
     return [
         {
             "model": loaded.id,
             "heads": len(heads),
-            "interventions": len(wanted.kinds),
+            "interventions": len(kinds),
             "texts": len(encoded),
             "tokens": int(tokens.sum()),
             "headwise_cpu_s": round(pairs.ours, 2),
@@ -80,45 +98,46 @@ def bench_triage(
             "all_heads": len(every),
             "all_heads_8_texts_cpu_s": round(pairs.ours * len(every) / count * TEXTS / texts, 1),
             "largest_difference_nats": max(
-                float((np.abs(a.deltas - b) / tokens).max())
-                for a, b in zip(ours, peer, strict=True)
+                float((np.abs(a - b) / tokens).max()) for a, b in zip(ours, peer, strict=True)
             ),
         }
     ]
 
 
-def _interventions(
+def _measured(
     loaded: LoadedModel, texts: tuple[str, ...], encoded: list[list[int]], heads: list[Head]
-) -> Interventions:
+) -> tuple[Tensor, dict[str, Patch]]:
+    """The heads' mean outputs, and patches with their treated queries."""
     model = loaded.model
     diagnosis = diagnose(loaded, TextSet("bench", texts[:2]))
     blocks = list(batches(encoded, 4))
     directions = measure_directions(model, blocks, sorted({head.layer for head in heads}))
     plan = query_plan(diagnosis, heads)
-    treated = {n: treated_queries(model, plan, n, 1.0, directions) for n in HANDLES}
-    return Interventions(measure_means(model, blocks), treated)
+    return measure_means(model, blocks), treated_queries(model, plan, 1.0, directions)
 
 
 def _brute_force(
-    model: PreTrainedModel, encoded: list[list[int]], ours: InterventionCosts, wanted: Interventions
+    model: PreTrainedModel,
+    encoded: list[list[int]],
+    contexts: list[list[AbstractContextManager[None]]],  # by head and intervention
 ) -> np.ndarray:
     """One full forward pass of the whole model a head, intervention and batch of texts."""
     base = text_losses(model, encoded)
-    costs = np.zeros_like(ours.deltas)
-    for row, head in enumerate(ours.heads):
-        for place, kind in enumerate(ours.kinds):
-            with _intervened(model, head, kind, wanted):
+    costs = np.zeros((len(contexts), len(contexts[0]), len(encoded)))
+    for row, of_head in enumerate(contexts):
+        for place, intervened in enumerate(of_head):
+            with intervened:
                 costs[row, place] = text_losses(model, encoded) - base
     return costs
 
 
 @contextmanager
 def _intervened(
-    model: PreTrainedModel, head: Head, kind: str, wanted: Interventions
+    model: PreTrainedModel, head: Head, kind: str, means: Tensor, treated: dict[str, Patch]
 ) -> Iterator[None]:
     """The model with one intervention on one head: a hook, the tap, or written weights."""
-    if kind in wanted.treated:
-        slices = wanted.treated[kind].slices
+    if kind in treated:
+        slices = treated[kind].slices
         parts = [part for name, part in slices.items() if name.split(".")[0] == str(head)]
         write_slices(model, {part.span: part.after for part in parts})
         try:
@@ -129,8 +148,7 @@ def _intervened(
         with tapped(model, _unsinking(head)):
             yield
     else:
-        assert wanted.means is not None
-        value = wanted.means[head.layer, head.index] if kind == "mean" else torch.zeros(())
+        value = means[head.layer, head.index] if kind == "mean" else torch.zeros(())
         with head_output(model, head, value):
             yield
 
@@ -140,7 +158,7 @@ def _unsinking(head: Head) -> Any:
         if attention.layer != head.layer:
             return None
         out = attention.out.clone()
-        out[:, head.index] = unsunk(attention)[:, head.index]
+        out[:, head.index] = without_first_key(attention)[:, head.index]
         return out
 
     return read

@@ -14,10 +14,12 @@ import sys
 from pathlib import Path
 
 from headwise.diagnosis.diagnose import diagnose
+from headwise.forward.interventions import ZERO, Variant
+from headwise.forward.variant_losses import variant_losses
+from headwise.intervals import mean_intervals
 from headwise.models.loading import load_model
 from headwise.models.patch import Patch, Slice
 from headwise.models.slices import read_slices, spans_of
-from headwise.proof.ablation import ablate_heads
 from headwise.surgery.plan import make_plan
 from headwise.surgery.sink_directions import measure_directions
 from headwise.surgery.treatments import Dose, treat
@@ -50,7 +52,8 @@ def emptied(out: Path) -> None:
     found = diagnose(model, tokenizer, judged, max_length=256)
     say("sick", found.counts)
     encoded = encode_texts(tokenizer, judged.texts, max_length=256)
-    say("joint", ablate_heads(model, encoded, [plan.target_heads]).intervals())
+    joint = variant_losses(model, encoded, [Variant(tuple(plan.target_heads), ZERO)])
+    say("joint", mean_intervals(joint.deltas, joint.tokens))
     train = encode_texts(tokenizer, default_corpus("patient").texts[:16], max_length=256)
     layers = [head.layer for head in plan.target_heads]
     directions = measure_directions(model, list(batches(train, 1)), layers)

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 
 from conftest import SENTENCES
+from headwise.forward.interventions import ZERO, Variant
+from headwise.forward.variant_losses import variant_losses
 from headwise.heads import format_heads, select_heads
 from headwise.models.architectures import geometry_of
 from headwise.models.description import describe_model
@@ -137,3 +139,9 @@ def made_model(num_layers, num_heads, **changes):
         "num_parameters": 100_000,
     }
     return from_plain(ModelInfo, {**body, **changes}, "test")
+
+
+def ablate_sets(model, encoded, sets, kind=ZERO, **options):
+    """Losses with each set of heads under one intervention."""
+    variants = [Variant(tuple(heads), kind) for heads in sets]
+    return variant_losses(model, encoded, variants, **options)

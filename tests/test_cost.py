@@ -12,7 +12,6 @@ from conftest import tiny_language_model, tiny_tokenizer
 from headwise import evaluate
 from headwise.cli import app, cost
 from headwise.cli.cost import Cost, estimate_cost, require_affordable
-from headwise.diagnosis import head_slopes
 from headwise.errors import ModelError, SettingsError
 from headwise.heads import Head
 from headwise.integrity import hub
@@ -20,6 +19,7 @@ from headwise.models.architectures import geometry_of
 from headwise.models.loading import load_model
 from headwise.plasticity.writer import vector_bytes
 from headwise.progress import Work
+from headwise.proof import first_order
 from planned import small_texts
 from reader import saved
 from test_story import sick_gpt2, write_texts
@@ -109,10 +109,10 @@ def test_the_probe_leaves_an_evaluation_as_it_is():
 def test_recomputed_activations_give_the_same_first_order_estimate(monkeypatch):
     model = tiny_language_model("llama")
     encoded = [[3, 5, 8, 13, 21, 34], [4, 9, 16, 25]]
-    recomputed = head_slopes.first_order_importance(model, encoded)
-    monkeypatch.setattr(head_slopes, "checkpointed", lambda model, first: nullcontext())
+    recomputed = first_order.first_order_importance(model, encoded)
+    monkeypatch.setattr(first_order, "checkpointed", lambda model, first: nullcontext())
     np.testing.assert_allclose(
-        recomputed, head_slopes.first_order_importance(model, encoded), atol=1e-9
+        recomputed, first_order.first_order_importance(model, encoded), atol=1e-9
     )
     assert np.abs(recomputed).max() > 0
 

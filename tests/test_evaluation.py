@@ -10,25 +10,25 @@ import torch
 
 from conftest import SENTENCES, tiny_language_model, tiny_model, tiny_tokenizer
 from headwise.diagnosis.dormancy import activation_dormancy, weight_dormancy
-from headwise.diagnosis.head_slopes import first_order_importance
-from headwise.diagnosis.mean_outputs import measure_means
 from headwise.diagnosis.values import Diagnosis
 from headwise.errors import TextError
+from headwise.forward.interventions import ZERO, mean_output, patched_queries
+from headwise.forward.mean_outputs import measure_means
+from headwise.forward.variant_losses import head_costs
 from headwise.heads import Head, all_heads
 from headwise.intervals import DRAWS, Interval, draw_documents, mean_interval, mean_intervals
 from headwise.models.architectures import architecture_of, geometry_of, layers_of, projection_of
 from headwise.models.loaded_model import LoadedModel
-from headwise.proof.ablation import ablate_heads
 from headwise.proof.evaluate import _Wanted, _wanted, evaluate, paper_prompts
 from headwise.proof.evaluation import Evaluation, HeadCost, HeadCosts, recovery_of
-from headwise.proof.head_costs import Interventions, first_order_costs, head_costs
+from headwise.proof.first_order import first_order_costs, first_order_importance
 from headwise.proof.perplexity import make_windows, paired_difference, text_losses
 from headwise.surgery.operation import operate
 from headwise.surgery.plan import operated_heads
 from headwise.surgery.treatments import Dose, treat
 from headwise.texts.batches import batches
 from headwise.texts.text_sets import TextSet
-from planned import made_model, patched_with, plan_for, random_ids, weight_bits
+from planned import ablate_sets, made_model, patched_with, plan_for, random_ids, weight_bits
 
 THREE = ("llama", "bloom", "gpt2")
 TEXTS = TextSet("five", SENTENCES)
@@ -154,9 +154,8 @@ SETS = [[head] for head in all_heads(2, 4)] + [
 @pytest.mark.parametrize("replacement", ["zero", "mean"])
 def test_ablation_equals_brute_force(ablated, replacement):
     means = measure_means(ablated, batches(ENCODED, 4)) if replacement == "mean" else None
-    found = ablate_heads(
-        ablated, ENCODED, SETS, replacement=replacement, means=means, batch_size=3, stack=3
-    )
+    kind = ZERO if means is None else mean_output(ablated, means)
+    found = ablate_sets(ablated, ENCODED, SETS, kind, batch_size=3, stack=3)
     base = brute_force(ablated, ENCODED, [])
     assert found.base == pytest.approx(base, rel=1e-5)
     assert found.tokens.tolist() == [len(ids) - 1 for ids in ENCODED]
@@ -168,14 +167,14 @@ def test_ablation_equals_brute_force(ablated, replacement):
 
 
 def test_neither_stack_nor_batch_size_changes_an_ablation(ablated):
-    small = ablate_heads(ablated, ENCODED, SETS[:6], batch_size=1, stack=1)
-    large = ablate_heads(ablated, ENCODED, SETS[:6], batch_size=4, stack=8)
+    small = ablate_sets(ablated, ENCODED, SETS[:6], batch_size=1, stack=1)
+    large = ablate_sets(ablated, ENCODED, SETS[:6], batch_size=4, stack=8)
     assert small.deltas == pytest.approx(large.deltas, abs=1e-4)
 
 
 def test_ablation_on_every_row_equals_brute_force(model):
     heads = [Head(0, 1)], [Head(1, 2)]
-    found = ablate_heads(model, ENCODED[:2], heads)
+    found = ablate_sets(model, ENCODED[:2], heads)
     base = brute_force(model, ENCODED[:2], [])
     for index, chosen in enumerate(heads):
         expected = brute_force(model, ENCODED[:2], chosen) - base
@@ -184,24 +183,19 @@ def test_ablation_on_every_row_equals_brute_force(model):
 
 def test_half_precision_does_not_subtract_near_equal_numbers(monkeypatch):
     """A dominant head's share is all of a rounded sum: the rest would be rounding alone."""
-    import headwise.proof.ablation
+    import headwise.forward.variant_losses as engine
 
     def subtracted(*_):
         raise AssertionError("a difference was taken in bfloat16")
 
-    monkeypatch.setattr(headwise.proof.ablation, "corrected_attention", subtracted)
+    monkeypatch.setattr(engine, "corrected_attention", subtracted)
     model = tiny_model("gemma2").to(torch.bfloat16)
     try:
-        assert np.isfinite(ablate_heads(model, ENCODED[:2], SETS[:2]).deltas).all()
+        assert np.isfinite(ablate_sets(model, ENCODED[:2], SETS[:2]).deltas).all()
     finally:
         model.to(torch.float32)
     with pytest.raises(AssertionError, match="bfloat16"):
-        ablate_heads(model, ENCODED[:2], SETS[:2])
-
-
-def test_mean_ablation_needs_means():
-    with pytest.raises(ValueError, match="measure_means"):
-        ablate_heads(tiny_model("bloom"), ENCODED, SETS[:1], replacement="mean")
+        ablate_sets(model, ENCODED[:2], SETS[:2])
 
 
 def test_the_first_order_estimate_is_the_derivative_by_each_heads_gate(ablated):
@@ -421,7 +415,7 @@ def test_the_seed_of_an_evaluation_is_the_bootstraps(tokenizer):
 def test_which_heads_are_ablated():
     loaded = LoadedModel("tiny", tiny_model("bloom"), tiny_tokenizer())
     info = [operate(loaded.model, plan_for(loaded.model, "L0H1")).info]
-    operated = {"operated": [Head(0, 1)]}
+    operated = {"joint:operated": [Head(0, 1)]}
     assert _wanted(loaded, None, None, info) == _Wanted(all_heads(2, 4), operated)
     assert _wanted(loaded, "none", None, info) == _Wanted([], operated)
     assert _wanted(loaded, "L1H0-1", None, []) == _Wanted([Head(1, 0), Head(1, 1)], {})
@@ -437,9 +431,9 @@ def test_a_first_order_cost_is_the_exact_one_where_little_changes(ablated):
     model = ablated.double()
     try:
         given = dict.fromkeys(heads, Dose("temper", 0.98))
-        kinds = Interventions(treated={"temper": treat(model, plan, given)}, unsink=False)
+        kinds = [ZERO, patched_queries(model, "temper", treat(model, plan, given))]
         estimates = first_order_costs(model, ENCODED, heads, kinds)
-        exact = head_costs(model, ENCODED, heads, kinds).deltas
+        exact = head_costs(model, ENCODED, heads, kinds)
         np.testing.assert_allclose(estimates[:, 1], exact[:, 1], rtol=0.1, atol=1e-4)
         assert np.abs(exact[:, 1]).max() > 3e-4
         gone = estimates[:, 0].sum(1) / sum(len(ids) - 1 for ids in ENCODED)

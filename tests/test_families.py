@@ -22,8 +22,8 @@ from headwise.models.architectures import (
     backbone_of,
     geometry_of,
 )
-from headwise.proof.ablation import ablate_heads
 from headwise.texts.batches import batches
+from planned import ablate_sets
 from test_tap import TOLERANCE, token_ids
 from tiny import MORE, UNEVEN
 
@@ -65,7 +65,7 @@ def test_a_model_runs_on_from_any_layer_and_ablation_follows_it(model):
             again = run_from(model, ids, layer, layer_input(model, ids, layer))
             assert (again - last).abs().max() < 1e-5 * last.abs().max()
     heads = [Head(attention_layers(model)[-1], 1), Head(attention_layers(model)[0], 0)]
-    found = ablate_heads(model, [TEXTS[1]], [[head] for head in heads])
+    found = ablate_sets(model, [TEXTS[1]], [[head] for head in heads])
     assert found.base == pytest.approx(model_loss(model, ids), rel=1e-4)
     assert np.isfinite(found.deltas).all()
     assert found.deltas.any()

@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerBase
 
 from conftest import SENTENCES, TINY, tiny_language_model, tiny_model, tiny_tokenizer
 from headwise.diagnosis.diagnose import diagnose
-from headwise.diagnosis.head_slopes import first_order_importance
 from headwise.errors import ModelError
 from headwise.forward.checkpointing import checkpointed
 from headwise.forward.frozen import frozen
@@ -31,14 +30,14 @@ from headwise.models.loaded_model import LoadedModel
 from headwise.models.loading import require_finite
 from headwise.models.patch import Slice
 from headwise.models.slices import read_slices, spans_of
-from headwise.proof.ablation import ablate_heads
 from headwise.proof.completed_texts import Prompt
 from headwise.proof.completions import complete_prompts
+from headwise.proof.first_order import first_order_importance
 from headwise.proof.settings import Sampling
 from headwise.surgery.run_state import TrainStep
 from headwise.surgery.slice_training import make_masters, training_slices
 from headwise.surgery.training import train
-from planned import TINY_RECIPE, opened, plan_for, random_batch, random_ids
+from planned import TINY_RECIPE, ablate_sets, opened, plan_for, random_batch, random_ids
 
 # a family that goes through transformers' AttentionInterface, and the four that do not
 ROUTES = ("llama", "bloom", "falcon-alibi", "mpt", "gptj")
@@ -144,7 +143,7 @@ def test_ablation_of_a_hooked_model_is_that_of_the_plain_one(plain, place, tmp_p
     before = on_instances(model)
     sets = [[head] for head in all_heads(2, 4)] + [[Head(0, 1), Head(0, 2), Head(1, 3)]]
     for run in (
-        lambda model: ablate_heads(model, TEXTS, sets).deltas,
+        lambda model: ablate_sets(model, TEXTS, sets).deltas,
         lambda model: first_order_importance(model, TEXTS),
     ):
         assert closest(run(model), run(plain)) < 10 * CLOSE  # small differences of large losses

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from conftest import tiny_model
-from headwise.diagnosis.mean_outputs import measure_means
+from headwise.forward.mean_outputs import measure_means
 from headwise.heads import Head, all_heads
-from headwise.proof.ablation import ablate_heads
 from headwise.proof.staged import (
     ERROR,
     Looks,
@@ -22,6 +21,7 @@ from headwise.proof.staged import (
 )
 from headwise.proof.usefulness import Usefulness, judge_heads
 from headwise.texts.batches import batches
+from planned import ablate_sets
 
 DOCUMENTS = 64
 
@@ -165,7 +165,7 @@ def test_a_useful_head_is_decided_early_and_costs_what_the_fixed_path_says():
     heads = all_heads(2, 4)
     means = measure_means(model, batches(encoded, 8))
     found = judge_heads(model, encoded, heads, means)
-    exact = ablate_heads(model, encoded, [[head] for head in heads])
+    exact = ablate_sets(model, encoded, [[head] for head in heads])
     assert found.staged.work < 1
     order = document_order(32, 0)
     for row, seen in enumerate(found.staged.documents):

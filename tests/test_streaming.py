@@ -17,7 +17,8 @@ from headwise.diagnosis.diagnose import diagnose
 from headwise.diagnosis.triage_settings import TriageSettings
 from headwise.errors import ModelError, UnknownArchitectureError
 from headwise.forward import layer_by_layer
-from headwise.forward.replacements import Variant, variant_losses
+from headwise.forward.interventions import UNSINK, ZERO, Variant
+from headwise.forward.variant_losses import variant_losses
 from headwise.heads import Head
 from headwise.models import loading
 from headwise.models.architectures import geometry_of
@@ -204,21 +205,35 @@ def test_a_streamed_capture_reads_no_layer_above_the_last_one_it_needs(tmp_path,
 
 def test_variants_that_do_not_fit_together_go_up_one_after_the_other(tmp_path, reads):
     streamed = load_model(saved("llama", tmp_path), bos=False, stream=True)
-    ids = torch.tensor([random_ids(20)]), torch.tensor([20])
     heads = [Head(1, 0), Head(0, 1), Head(0, 0), Head(1, 1)]
-    variants = [Variant((head,), "zero") for head in heads]
+    variants = [Variant((head,), ZERO) for head in heads]
 
     def run(room):
         reads.clear()
-        give = lambda attention, call: {"zero": torch.zeros_like(attention.out)}  # noqa: E731
-        return variant_losses(streamed.model, [ids], variants, give, room=room)
+        return variant_losses(streamed.model, [random_ids(20)], variants, room=room).losses
 
-    at_once, two_by_two = run(10**9), run(2 * 20 * 32 * 4)
-    assert (at_once.sweeps, two_by_two.sweeps) == (1, 2)
+    at_once = run(10**9)
+    assert times_read(streamed, reads, "layers.1.") == {1}
+    two_by_two = run(2 * 20 * 32 * 4)
     assert times_read(streamed, reads, "layers.0.") == {1}  # the second pair begins above it
     assert times_read(streamed, reads, "layers.1.") == {2}
-    assert close(two_by_two.changed, at_once.changed)
-    assert len(set(at_once.changed[:, 0].round(5))) == 4
+    assert close(two_by_two, at_once)
+    assert len(set(at_once[:, 0].round(5))) == 4
+
+
+def test_variants_cost_the_same_from_disk_and_in_memory(folder):
+    plain, streamed = (load_model(folder, bos=False, stream=way) for way in (False, True))
+    layers = geometry_of(plain.model).layers
+    sets = [
+        (Head(layers[0], 1),),
+        (Head(layers[0], 0), Head(layers[-1], 1)),
+        (Head(layers[-1], 0),),
+    ]
+    variants = [Variant(heads, kind) for kind in (UNSINK, ZERO) for heads in sets]
+    documents = [random_ids(n) for n in (20, 9)]
+    found, expected = (variant_losses(one.model, documents, variants) for one in (streamed, plain))
+    assert close(found.base, expected.base)
+    assert close(found.losses, expected.losses)
 
 
 def test_triage_of_a_streamed_model_is_that_of_the_loaded_one(folder):

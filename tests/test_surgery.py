@@ -10,8 +10,8 @@ import torch
 from transformers import AutoConfig
 
 from conftest import sharp_model, tiny_model
-from headwise.diagnosis.mean_outputs import measure_means
 from headwise.errors import ArtefactError, SelectionError
+from headwise.forward.mean_outputs import measure_means
 from headwise.heads import Head
 from headwise.models.architectures import geometry_of, is_transposed, projection_of
 from headwise.models.patch import Patch, Slice

@@ -13,7 +13,6 @@ from conftest import SENTENCES, tiny_language_model, tiny_model
 from eager import head_values, watched
 from headwise.cli import app
 from headwise.diagnosis.diagnose import diagnose
-from headwise.diagnosis.mean_outputs import measure_means
 from headwise.diagnosis.settings import Thresholds
 from headwise.diagnosis.triage_settings import TriageSettings, TriageThresholds
 from headwise.diagnosis.triage_values import (
@@ -25,13 +24,21 @@ from headwise.diagnosis.triage_values import (
 )
 from headwise.diagnosis.values import diagnosis_from
 from headwise.errors import ArtefactError, HeadwiseError, SettingsError, TextError
+from headwise.forward.interventions import (
+    UNSINK,
+    ZERO,
+    Variant,
+    mean_output,
+    patched_queries,
+)
+from headwise.forward.mean_outputs import measure_means
+from headwise.forward.variant_losses import head_costs, variant_losses
 from headwise.heads import Head, all_heads
 from headwise.intervals import Interval
 from headwise.models.architectures import geometry_of, projection_of
 from headwise.models.description import describe_model
 from headwise.models.slices import write_slices
 from headwise.proof.compare import read_snapshot
-from headwise.proof.head_costs import Interventions, head_costs
 from headwise.surgery.plan import make_plan
 from headwise.surgery.sink_directions import measure_directions
 from headwise.surgery.treatments import Dose, treat
@@ -104,30 +111,30 @@ def interventions(model, encoded):
     plan = planned(model)
     blocks = list(batches(encoded, 2))
     directions = measure_directions(model, blocks, range(geometry_of(model).num_layers))
-    treated = {
+    patches = {
         name: treat(
             model, plan, {h: Dose(name, 1.0) for h in plan.target_heads}, directions=directions
         )
         for name in ("release", "centre")
     }
-    return Interventions(measure_means(model, batches(encoded, 2)), treated)
+    return measure_means(model, batches(encoded, 2)), patches
 
 
-def brute_force(model, encoded, heads, wanted):
+def brute_force(model, encoded, heads, means, patches):
     """One head and one intervention at a time: hooks or edited weights, whole forward passes."""
     base = document_losses(model, encoded)
-    found = np.zeros((len(heads), len(wanted.kinds), len(encoded)))
+    found = np.zeros((len(heads), 3 + len(patches), len(encoded)))
     for h, head in enumerate(heads):
         with output_of(model, head, torch.zeros_like):
             found[h, 0] = document_losses(model, encoded)
-        mean = wanted.means[head.layer, head.index].to(model.dtype)
+        mean = means[head.layer, head.index].to(model.dtype)
         with output_of(model, head, lambda out, mean=mean: mean.expand_as(out)):
             found[h, 1] = document_losses(model, encoded)
         for d, ids in enumerate(encoded):
             new = unsunk_output(model, ids, head).to(model.dtype)
             with output_of(model, head, lambda out, new=new: new):
                 found[h, 2, d] = document_losses(model, [ids])[0]
-        for k, patch in enumerate(wanted.treated.values(), 3):
+        for k, patch in enumerate(patches.values(), 3):
             found[h, k] = _with_queries(model, encoded, head, patch)
     return found - base
 
@@ -147,13 +154,46 @@ def test_costs_are_those_of_brute_force_one_head_at_a_time(family):
     model = tiny_model(family, sharpen=8.0)
     encoded = documents()
     heads = all_heads(geometry_of(model).num_layers, geometry_of(model).num_heads)
-    wanted = interventions(model, encoded)
-    found = head_costs(model, encoded, heads, wanted, stack=5)
-    exact = brute_force(model, encoded, heads, wanted)
-    assert found.kinds == ("zero", "mean", "unsink", "release", "centre")
+    means, patches = interventions(model, encoded)
+    kinds = [ZERO, mean_output(model, means), UNSINK]
+    kinds += [patched_queries(model, name, patch) for name, patch in patches.items()]
+    costs = head_costs(model, encoded, heads, kinds, stack=5)
+    exact = brute_force(model, encoded, heads, means, patches)
+    assert [kind.name for kind in kinds] == ["zero", "mean", "unsink", "release", "centre"]
     assert np.abs(exact).max(2).min() > 1e-6  # every intervention does something to every head
-    per_token = np.abs(found.deltas - exact).sum(2) / found.tokens.sum()
+    per_token = np.abs(costs - exact).sum(2) / sum(len(ids) - 1 for ids in encoded)
     assert per_token.max() < 1e-6
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_set_of_heads_is_that_of_brute_force_under_any_intervention(family):
+    """Above its lowest layer an intervention answers to what the variant has become there."""
+    model, encoded = tiny_model(family, sharpen=8.0), documents()
+    pair = (Head(0, 1), Head(1, 2))
+    _, patches = interventions(model, encoded)
+    released = patched_queries(model, "release", patches["release"])
+    found = variant_losses(model, encoded, [Variant(pair, UNSINK), Variant(pair, released)])
+    base = document_losses(model, encoded)
+    hidden = np.zeros(len(encoded))
+    for d, ids in enumerate(encoded):
+        low = unsunk_output(model, ids, pair[0]).to(model.dtype)
+        with output_of(model, pair[0], lambda out, low=low: low):
+            high = unsunk_output(model, ids, pair[1]).to(model.dtype)
+            with output_of(model, pair[1], lambda out, high=high: high):
+                hidden[d] = document_losses(model, [ids])[0]
+    parts = [part for name, part in patches["release"].slices.items() if _head(name) in pair]
+    write_slices(model, {part.span: part.after for part in parts})
+    try:
+        exact = np.stack([hidden, document_losses(model, encoded)]) - base
+    finally:
+        write_slices(model, {part.span: part.before for part in parts})
+    assert np.abs(found.deltas - exact).sum(1).max() / found.tokens.sum() < 1e-6
+    alone = head_costs(model, encoded, pair, [UNSINK])[:, 0].sum(0)
+    assert np.abs(alone - exact[0]).max() > 1e-4  # the two heads together are not their sum
+
+
+def _head(name):
+    return Head.parse(name.split(".")[0])
 
 
 def test_only_treatments_of_queries_can_be_measured_head_by_head():
@@ -162,16 +202,16 @@ def test_only_treatments_of_queries_can_be_measured_head_by_head():
     directions = measure_directions(model, list(batches(documents(), 2)), [0, 1])
     wrong = treat(model, plan, {Head(0, 0): Dose("reinitialise", 1.0)}, directions=directions)
     with pytest.raises(SettingsError, match="queries only"):
-        head_costs(model, documents(), [Head(0, 0)], Interventions(treated={"fresh": wrong}))
+        patched_queries(model, "fresh", wrong)
 
 
 def test_half_precision_gives_the_same_costs_but_for_rounding():
     model = tiny_model("llama", sharpen=4.0)
     encoded, heads = documents(2), [Head(0, 1), Head(1, 2)]
-    exact = head_costs(model, encoded, heads, Interventions())
+    exact = head_costs(model, encoded, heads, [ZERO, UNSINK])
     model = model.to(torch.bfloat16)
-    rough = head_costs(model, encoded, heads, Interventions())
-    assert np.abs(rough.deltas - exact.deltas).sum() / exact.tokens.sum() < 0.02
+    rough = head_costs(model, encoded, heads, [ZERO, UNSINK])
+    assert np.abs(rough - exact).sum() / sum(len(ids) - 1 for ids in encoded) < 0.02
 
 
 def judged(z=0.0, m=0.0, s=0.0, r=0.0, *, half=0.0005, **rest):

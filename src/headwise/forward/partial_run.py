@@ -7,7 +7,7 @@ Used to skip frozen layers in training and to price ablations without re-running
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,11 +57,12 @@ def layer_input(
 
 
 def layer_inputs(
-    model: PreTrainedModel, ids: Int[Tensor, "text position"]
+    model: PreTrainedModel, ids: Int[Tensor, "text position"], attended_layers: Collection[int] = ()
 ) -> tuple[list[LayerInput], dict[int, Any], Hidden]:
-    """The inputs of all layers, the outputs of attention modules, and the last hidden states.
+    """The inputs of all layers, what attention modules returned, and the last hidden states.
 
-    From one forward pass; an attention module's output is kept as it returns it, often a tuple.
+    From one forward pass; an attention module's output is kept as it returns it, often a tuple, and
+    only for `attended_layers`.
     """
     inputs: list[Tensor] = []
     attended: dict[int, Any] = {}
@@ -77,7 +78,8 @@ def layer_inputs(
 
     handles = [one.register_forward_pre_hook(keep, with_kwargs=True) for one in layers_of(model)]
     for layer, module in attention_modules(model).items():
-        handles.append(module.register_forward_hook(keep_attention(layer)))
+        if layer in attended_layers:
+            handles.append(module.register_forward_hook(keep_attention(layer)))
     try:
         last = backbone_of(model)(input_ids=ids, use_cache=False).last_hidden_state
     finally:
@@ -100,8 +102,10 @@ class RecordedCall:
 
 
 @contextmanager
-def attention_calls(model: PreTrainedModel) -> Iterator[dict[int, RecordedCall]]:
-    """The calls of all attention modules in the forward pass inside, by layer."""
+def attention_calls(
+    model: PreTrainedModel, layers: Collection[int] | None = None
+) -> Iterator[dict[int, RecordedCall]]:
+    """The calls of attention modules in the forward pass inside, by layer; default: all layers."""
     calls: dict[int, RecordedCall] = {}
 
     def keep(layer: int) -> Callable[..., None]:
@@ -113,6 +117,7 @@ def attention_calls(model: PreTrainedModel) -> Iterator[dict[int, RecordedCall]]
     handles = [
         module.register_forward_pre_hook(keep(layer), with_kwargs=True)
         for layer, module in attention_modules(model).items()
+        if layers is None or layer in layers
     ]
     try:
         yield calls

@@ -21,20 +21,21 @@ from headwise.artefacts import versions
 from headwise.bundled import DATA
 from headwise.diagnosis.diagnose import diagnosis_measurement
 from headwise.diagnosis.dormancy import dormancy_measurement
-from headwise.diagnosis.head_slopes import first_order_importance
-from headwise.diagnosis.mean_outputs import means_measurement
 from headwise.diagnosis.values import Diagnosis, Dormancy
 from headwise.errors import SelectionError, TextError
 from headwise.forward.guard import guard
+from headwise.forward.interventions import ZERO, Variant, mean_output
+from headwise.forward.mean_outputs import means_measurement
 from headwise.forward.measurements import Measurement, run_measurement, run_measurements
+from headwise.forward.variant_losses import variant_losses
 from headwise.heads import JOINT, Head, all_heads, select_heads
+from headwise.intervals import mean_intervals
 from headwise.models.architectures import attention_layers, geometry_of, is_packed
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.patch import Patch, applied
 from headwise.models.stored_weights import stored_weights
 from headwise.models.values import ModelInfo, PatchInfo
 from headwise.progress import Budget, Progress, Work, silent, stage, unlimited
-from headwise.proof.ablation import Ablation, ablate_heads
 from headwise.proof.evaluation import (
     Evaluation,
     EvaluationProvenance,
@@ -45,6 +46,7 @@ from headwise.proof.evaluation import (
     MlpDormancy,
     recovery_of,
 )
+from headwise.proof.first_order import first_order_importance
 from headwise.proof.perplexity import TextLosses, losses_measurement
 from headwise.proof.staged import discoveries, student_p
 from headwise.proof.usefulness import judge_heads
@@ -196,7 +198,7 @@ def _leaks(patches: Sequence[Patch], text_sets: Sequence[TextSet]) -> list[Alarm
 
 @dataclass(frozen=True)
 class _Wanted:
-    """Heads to ablate one by one, and sets to ablate together."""
+    """Heads to ablate one by one, and sets to ablate at once, by their names in the artefact."""
 
     singles: list[Head]
     joint: dict[str, list[Head]]
@@ -210,8 +212,8 @@ def _wanted(
 ) -> _Wanted:
     geometry = geometry_of(loaded.model)
     operated = operated_heads(patches)
-    sets = {"operated": operated} if operated and joint is None else {}
-    sets |= {name: list(found) for name, found in (joint or {}).items() if found}
+    sets = {f"{JOINT}operated": operated} if operated and joint is None else {}
+    sets |= {f"{JOINT}{name}": list(some) for name, some in (joint or {}).items() if some}
     if heads is not None and not isinstance(heads, str):
         return _Wanted(list(heads), sets)
     every = all_heads(geometry.num_layers, geometry.num_heads, geometry.layers)
@@ -329,34 +331,46 @@ def _fixed_costs(
     model: PreTrainedModel, encoded: list[list[int]], wanted: _Wanted, means: Means, how: _How
 ) -> HeadCosts:
     """Single, joint and first-order ablation costs on every document, in nats per token."""
-    sets = [[head] for head in wanted.singles] + list(wanted.joint.values())
-    labels = [str(head) for head in wanted.singles] + [f"{JOINT}{key}" for key in wanted.joint]
-    zero = ablate_heads(model, encoded, sets, means=means, progress=how.progress)
-    mean = ablate_heads(
-        model, encoded, sets, replacement="mean", means=means, progress=how.progress
-    )
-    costs = _with_use(zero, zero.costs(labels, how.seed), wanted.singles)
-    return HeadCosts(
-        len(encoded),
-        costs,
-        mean.costs(labels, how.seed),
-        _first_order(model, encoded, costs, wanted.singles),
-    )
+    sets = {**{str(head): [head] for head in wanted.singles}, **wanted.joint}
+    zero, mean, p_values = _ablation_costs(model, encoded, sets, means, how)
+    if len(encoded) > 1:  # one document has no interval
+        names = [str(head) for head in wanted.singles]
+        clear = discoveries(np.array([p_values[name] for name in names]))
+        for name, yes in zip(names, clear, strict=True):
+            zero[name] = replace(zero[name], useful=bool(yes) and zero[name].low > 0)
+    first_order = _first_order(model, encoded, zero, wanted.singles)
+    return HeadCosts(len(encoded), zero, mean, first_order)
 
 
-def _with_use(
-    zero: Ablation, costs: dict[str, HeadCost], singles: list[Head]
-) -> dict[str, HeadCost]:
-    """A head is useful if its interval says so and the false discovery rate allows it."""
-    if zero.deltas.shape[1] < 2:  # one document has no interval
-        return costs
-    p_values = [student_p(row, zero.tokens) for row in zero.deltas[: len(singles)]]
-    found = zip(singles, discoveries(np.array(p_values)), strict=True)
-    names = {str(head): bool(yes) and costs[str(head)].low > 0 for head, yes in found}
-    return {
-        label: replace(cost, useful=names[label]) if label in names else cost
-        for label, cost in costs.items()
-    }
+def _ablation_costs(
+    model: PreTrainedModel,
+    encoded: list[list[int]],
+    sets: Mapping[str, Sequence[Head]],
+    means: Means,
+    how: _How,
+) -> tuple[dict[str, HeadCost], dict[str, HeadCost], dict[str, float]]:
+    """Costs of sets of heads by zero and by mean ablation, and p-values of the former, by name."""
+    kinds = (ZERO, mean_output(model, means))
+    heads = [tuple(sorted(some)) for some in sets.values()]
+    costs = variant_losses(
+        model,
+        encoded,
+        [Variant(some, kind) for kind in kinds for some in heads],
+        title="ablating heads",
+        progress=how.progress,
+    )
+    found: list[dict[str, HeadCost]] = []
+    for deltas in np.split(costs.deltas, len(kinds)):
+        intervals = mean_intervals(deltas, costs.tokens, seed=how.seed)
+        found.append(
+            {
+                name: HeadCost(i.value, i.low, i.high, tuple(map(str, some)))
+                for name, i, some in zip(sets, intervals, heads, strict=True)
+            }
+        )
+    rows = costs.deltas if len(encoded) > 1 else ()
+    p_values = [student_p(row, costs.tokens) for row in rows]
+    return found[0], found[1], dict(zip(sets, p_values, strict=False))
 
 
 def _staged_costs(
@@ -366,18 +380,14 @@ def _staged_costs(
     judged = judge_heads(
         model, encoded, wanted.singles, means, seed=how.seed, progress=how.progress
     )
-    sets, labels = list(wanted.joint.values()), [f"{JOINT}{key}" for key in wanted.joint]
-    zero = ablate_heads(model, encoded, sets, progress=how.progress)
-    mean = ablate_heads(
-        model, encoded, sets, replacement="mean", means=means, progress=how.progress
-    )
-    costs = judged.zero()
+    zero, mean, _ = _ablation_costs(model, encoded, wanted.joint, means, how)
+    single = judged.zero()
     stage("first-order estimates of all heads, dormant neurons", how.progress)
     return HeadCosts(
         len(encoded),
-        costs | zero.costs(labels, how.seed),
-        dict(judged.mean) | mean.costs(labels, how.seed),
-        _first_order(model, encoded, costs, wanted.singles),
+        single | zero,
+        dict(judged.mean) | mean,
+        _first_order(model, encoded, single, wanted.singles),
         judged.decisions(),
     )
 

@@ -17,11 +17,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from headwise.forward.interventions import ZERO, mean_output
+from headwise.forward.variant_losses import head_costs
 from headwise.heads import Head
 from headwise.intervals import Interval
 from headwise.progress import Progress, silent
 from headwise.proof.evaluation import HeadCost
-from headwise.proof.head_costs import Interventions, head_costs
 from headwise.proof.staged import (
     ERROR,
     FIRST_LOOK,
@@ -123,7 +124,7 @@ def judge_heads(
 
     def measure(rows: Sequence[int], taken: Sequence[int]) -> Float[np.ndarray, "row 1 document"]:
         texts, some = [documents[i] for i in taken], [chosen[row] for row in rows]
-        return head_costs(model, texts, some, Interventions(unsink=False), progress=progress).deltas
+        return head_costs(model, texts, some, [ZERO], progress=progress)
 
     found = decide(chosen, tokens, measure)
     useful = [head for head, yes in zip(chosen, found.useful(), strict=True) if yes]
@@ -151,8 +152,8 @@ def _mean_costs(
     """What remains of a useful head's cost when only what varies in its output is lost."""
     if not heads:
         return {}
-    wanted = Interventions(means, zero=False, unsink=False)
-    found = head_costs(model, documents, heads, wanted)
-    intervals = [student_interval(row[0], found.tokens, ERROR) for row in found.deltas]
-    pairs = zip(found.heads, intervals, strict=True)
+    tokens = np.array([len(ids) - 1 for ids in documents])
+    costs = head_costs(model, documents, heads, [mean_output(model, means)])
+    intervals = [student_interval(row[0], tokens, ERROR) for row in costs]
+    pairs = zip(heads, intervals, strict=True)
     return {str(head): _named(head, interval, len(documents)) for head, interval in pairs}

@@ -20,9 +20,9 @@ import torch
 from transformers import PreTrainedModel
 
 from headwise.alarms import Alarm, cure_alarms, loss_alarms, merge_alarms
-from headwise.diagnosis.mean_outputs import measure_means
 from headwise.errors import SelectionError, SettingsError
 from headwise.forward.guard import guard
+from headwise.forward.mean_outputs import measure_means
 from headwise.frames import frame
 from headwise.models.architectures import layers_of
 from headwise.models.loaded_model import LoadedModel, takes_model

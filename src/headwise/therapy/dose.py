@@ -19,17 +19,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 from jaxtyping import Float
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from headwise.diagnosis.triage_settings import TriageThresholds
-from headwise.forward.gelu import fused_gelu
-from headwise.forward.losses import shifted_targets, token_losses
-from headwise.forward.partial_run import layer_inputs, run_from
 from headwise.forward.tap import tapped
+from headwise.forward.variant_losses import BasePass, base_pass, losses_from
 from headwise.heads import Head
 from headwise.intervals import LEVEL
-from headwise.models.architectures import device_of
 from headwise.models.patch import Patch, Slice
 from headwise.surgery.operation import unchanged
 from headwise.surgery.plan import SurgeryPlan
@@ -128,7 +124,7 @@ class _Search:
         batches: Sequence[Batch],
     ) -> None:
         self.model, self.plan, self.directions = model, plan, directions
-        self.batches = [replace(b, ids=b.ids.to(device_of(model))) for b in batches]
+        self.batches = batches
         lengths = torch.cat([b.lengths for b in batches])
         self.tokens = (lengths - 1).numpy()
         self.state: dict[Head, Dose] = {}
@@ -138,15 +134,9 @@ class _Search:
     def begin(self, prescription: Prescription) -> Sums:
         """Make a prescription the current one: one whole pass that keeps every layer's input."""
         self.state = dict(prescription)
-        self.inputs: list[list[Tensor]] = []
-        sums = []
-        with self._treated(prescription), torch.inference_mode(), fused_gelu(self.model):
-            for batch in self.batches:
-                with tapped(self.model):
-                    inputs, _, last = layer_inputs(self.model, batch.ids)
-                self.inputs.append(inputs)
-                sums.append(self._sums(batch, last))
-        self.sums = np.concatenate(sums)
+        with self._treated(prescription), torch.inference_mode():
+            self.base: list[BasePass] = [base_pass(self.model, batch) for batch in self.batches]
+        self.sums = np.concatenate([base.losses for base in self.base])
         return self.sums
 
     def losses(self, prescription: Prescription, lowest: int) -> Sums:
@@ -155,11 +145,10 @@ class _Search:
         Of documents that follow a clear loss nothing is asked: no such prescription is taken.
         """
         sums = np.zeros(0)
-        with self._treated(prescription), torch.inference_mode(), fused_gelu(self.model):
-            for batch, inputs in zip(self.batches, self.inputs, strict=True):
+        with self._treated(prescription), torch.inference_mode():
+            for base in self.base:
                 with tapped(self.model):
-                    last = run_from(self.model, batch.ids, lowest, inputs[lowest])
-                sums = np.concatenate([sums, self._sums(batch, last)])
+                    sums = np.concatenate([sums, losses_from(self.model, base, lowest)[0]])
                 mean, error = self.change(sums)
                 if mean - error > 0:
                     break
@@ -182,11 +171,6 @@ class _Search:
                 self.model, self.plan, head, dose, self.untreated, self.directions
             )
         return self.known[head, dose]
-
-    def _sums(self, batch: Batch, last: Tensor) -> Sums:
-        losses = token_losses(self.model, last, shifted_targets(batch.ids, batch.lengths))
-        found: Sums = losses.double().sum(1).cpu().numpy()
-        return found
 
     def change(self, sums: Sums) -> tuple[float, float]:
         """Mean change of loss per token against the current state, and its standard error.

@@ -15,7 +15,6 @@ from jaxtyping import Bool, Float
 from transformers import PreTrainedModel
 
 from headwise.artefacts import versions
-from headwise.diagnosis.mean_outputs import measure_means
 from headwise.diagnosis.triage_settings import TriageSettings, TriageThresholds
 from headwise.diagnosis.triage_values import (
     HeadTriage,
@@ -27,13 +26,16 @@ from headwise.diagnosis.triage_values import (
 from headwise.diagnosis.values import Diagnosis
 from headwise.errors import ArtefactError, TextError
 from headwise.forward.guard import guard
+from headwise.forward.interventions import UNSINK, ZERO, Intervention, mean_output, patched_queries
+from headwise.forward.mean_outputs import measure_means
+from headwise.forward.variant_losses import head_costs
 from headwise.heads import Head, format_heads, select_heads
 from headwise.models.architectures import require_plain
 from headwise.models.description import weight_fingerprint
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.patch import Patch
 from headwise.progress import Budget, Progress, Work, silent, unlimited
-from headwise.proof.head_costs import Interventions, first_order_costs, head_costs
+from headwise.proof.first_order import first_order_costs
 from headwise.proof.staged import (
     METHOD,
     Staged,
@@ -120,10 +122,10 @@ def triage_heads(
 ) -> tuple[dict[str, HeadTriage], Staged]:
     """Judge a plan's targets on documents of tokens, in their order, as far as is needed."""
     chosen, heads = settings or TriageSettings(), plan.target_heads
-    wards = _interventions(model, encoded, plan, chosen, directions)
-    staged = _measured(model, encoded, heads, wards, chosen.thresholds, progress)
-    judged = judge(heads, wards.kinds, staged, chosen.thresholds)
-    return {str(head): found for head, found in zip(heads, judged, strict=True)}, staged
+    interventions = _interventions(model, encoded, plan, chosen, directions)
+    staged = _measured(model, encoded, heads, interventions, chosen.thresholds, progress)
+    judged = judge(heads, [kind.name for kind in interventions], staged, chosen.thresholds)
+    return {str(head): row for head, row in zip(heads, judged, strict=True)}, staged
 
 
 def most_promising(
@@ -178,9 +180,8 @@ def _estimates(
     progress: Progress,
 ) -> Float[np.ndarray, "head kind document"]:
     """First-order change by taking each target away, then by each query treatment."""
-    treated = {n: treated_queries(model, plan, n, 1.0, directions) for n in HANDLES}
-    asked = Interventions(treated=treated, unsink=False)
-    return first_order_costs(model, encoded, plan.target_heads, asked, progress=progress)
+    treated = _treated(model, plan, 1.0, directions)
+    return first_order_costs(model, encoded, plan.target_heads, [ZERO, *treated], progress=progress)
 
 
 def selected_heads(diagnosis: Diagnosis, selection: str) -> list[Head]:
@@ -209,15 +210,15 @@ def _interventions(
     plan: SurgeryPlan,
     settings: TriageSettings,
     directions: Mapping[int, LayerDirections] | None,
-) -> Interventions:
-    """What triage does to each head, with the means and the queries that it needs."""
+) -> list[Intervention]:
+    """What triage does to each head: nothing, the mean, no first key, and treated queries."""
     heads = plan.target_heads
     if not heads:
-        return Interventions()
+        return []
     blocks = list(batches(encoded, 4))
-    found = directions or measure_directions(model, blocks, sorted({h.layer for h in heads}))
-    treated = {n: treated_queries(model, plan, n, settings.dose, found) for n in HANDLES}
-    return Interventions(measure_means(model, blocks), treated)
+    directions = directions or measure_directions(model, blocks, sorted({h.layer for h in heads}))
+    treated = _treated(model, plan, settings.dose, directions)
+    return [ZERO, mean_output(model, measure_means(model, blocks)), UNSINK, *treated]
 
 
 def query_plan(diagnosis: Diagnosis, heads: Sequence[Head]) -> SurgeryPlan:
@@ -229,30 +230,39 @@ def query_plan(diagnosis: Diagnosis, heads: Sequence[Head]) -> SurgeryPlan:
 def treated_queries(
     model: PreTrainedModel,
     plan: SurgeryPlan,
-    name: str,
     dose: float,
     directions: Mapping[int, LayerDirections],
-) -> Patch:
-    """A patch with every target's treated queries; the costs take each head's alone."""
-    prescription = {head: Dose(name, dose) for head in plan.target_heads}
-    return treat(model, plan, prescription, directions=directions)
+) -> dict[str, Patch]:
+    """Every target's queries under each query treatment; a variant takes those of its heads."""
+    doses = {name: dict.fromkeys(plan.target_heads, Dose(name, dose)) for name in HANDLES}
+    return {name: treat(model, plan, given, directions=directions) for name, given in doses.items()}
+
+
+def _treated(
+    model: PreTrainedModel,
+    plan: SurgeryPlan,
+    dose: float,
+    directions: Mapping[int, LayerDirections],
+) -> list[Intervention]:
+    patches = treated_queries(model, plan, dose, directions)
+    return [patched_queries(model, name, patch) for name, patch in patches.items()]
 
 
 def _measured(
     model: PreTrainedModel,
     encoded: list[list[int]],
     heads: Sequence[Head],
-    interventions: Interventions,
+    interventions: Sequence[Intervention],
     thresholds: TriageThresholds,
     progress: Progress,
 ) -> Staged:
-    kinds = interventions.kinds
+    kinds = [kind.name for kind in interventions]
     tokens = np.array([len(ids) - 1 for ids in encoded])
 
     def measure(rows: Sequence[int], documents: Sequence[int]) -> Float[np.ndarray, "r k d"]:
         some = [encoded[i] for i in documents]
         wanted = [heads[row] for row in rows]
-        return head_costs(model, some, wanted, interventions, progress=progress).deltas
+        return head_costs(model, some, wanted, interventions, progress=progress)
 
     def undecided(staged: Staged) -> Bool[np.ndarray, "row"]:
         judged = judge(heads, kinds, staged, thresholds)

@@ -18,13 +18,15 @@ from transformers import PreTrainedModel
 
 from headwise.forward.checkpointing import checkpointed
 from headwise.forward.frozen import frozen
+from headwise.forward.interventions import HeadOutputs, Intervention
 from headwise.forward.losses import shifted_targets, summed_loss
 from headwise.forward.tap import LayerAttention, tapped
+from headwise.forward.variant_losses import base_pass
+from headwise.heads import Head
 from headwise.models.architectures import attention_layers, backbone_of, device_of, geometry_of
+from headwise.progress import Progress, silent, told
 from headwise.ranks import shared_out
 from headwise.texts.batches import Batch, batches
-
-Outs = Float[Tensor, "text head query value"]
 
 
 def first_order_importance(
@@ -44,7 +46,7 @@ def first_order_importance(
     return (estimate / tokens).numpy()
 
 
-def head_slopes(model: PreTrainedModel, batch: Batch) -> dict[int, tuple[Outs, Outs]]:
+def head_slopes(model: PreTrainedModel, batch: Batch) -> dict[int, tuple[HeadOutputs, HeadOutputs]]:
     """What each layer's heads gave, and the slope of the batch's summed loss by it.
 
     Activations are recomputed layer by layer: kept, they would be the peak of an evaluation.
@@ -64,3 +66,52 @@ def head_slopes(model: PreTrainedModel, batch: Batch) -> dict[int, tuple[Outs, O
         layers = sorted(seen)
         slopes = torch.autograd.grad(loss, [seen[layer][1] for layer in layers])
     return {layer: (seen[layer][0], slope) for layer, slope in zip(layers, slopes, strict=True)}
+
+
+def first_order_costs(
+    model: PreTrainedModel,
+    encoded: Sequence[Sequence[int]],
+    heads: Sequence[Head],
+    interventions: Sequence[Intervention],
+    *,
+    progress: Progress = silent,
+) -> Float[np.ndarray, "head kind document"]:
+    """Estimated change of every document's summed loss, in the order of the heads.
+
+    About three forward passes a text for all heads and interventions, instead of half a pass each.
+    """
+    work, layers = list(batches(encoded, 1)), {head.layer for head in heads}
+    costs = np.zeros((len(heads), len(interventions), len(encoded)))
+
+    def estimate(batch: Batch) -> Float[np.ndarray, "head kind document"]:
+        with torch.inference_mode():
+            base = base_pass(model, batch, layers)
+            given = {
+                layer: [kind.outputs(attention, base.calls[layer]) for kind in interventions]
+                for layer, attention in base.attention.items()
+            }
+        slopes = head_slopes(model, batch)
+        with torch.inference_mode():
+            return np.array(
+                [
+                    [_product(head, slopes[head.layer], outputs) for outputs in given[head.layer]]
+                    for head in heads
+                ]
+            )
+
+    with frozen(model):
+        for batch, rows in told(
+            shared_out(estimate, work), len(work), "first-order estimates", progress
+        ):
+            costs[:, :, list(batch.index)] = rows
+    return costs
+
+
+def _product(
+    head: Head, at: tuple[HeadOutputs, HeadOutputs], outputs: HeadOutputs
+) -> Float[np.ndarray, "document"]:
+    """What the change of one head's output costs to first order."""
+    out, slope = (part[:, head.index] for part in at)
+    products = (outputs[:, head.index] - out).double() * slope.double()
+    total: Float[np.ndarray, "document"] = products.sum((1, 2)).cpu().numpy()
+    return total
