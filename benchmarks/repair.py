@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -229,12 +229,16 @@ def _headwise(model: Any, length: int, folder: Path, **options: Any) -> Work:
     """The project's own job, backward pass and optimizer step."""
     import torch
 
+    from headwise.heads import format_heads
     from headwise.models.patch import Slice
     from headwise.models.slices import read_slices, spans_of
     from headwise.surgery.job import Job, choose_saving
+    from headwise.surgery.plan import PlannedModel, SurgeryPlan
     from headwise.surgery.recipe import Recipe
+    from headwise.surgery.settings import RepairRequest
     from headwise.surgery.slice_training import make_masters
     from headwise.surgery.training import backward_step, make_optimizer, optimizer_step
+    from headwise.surgery.values import RunSettings
     from headwise.texts.batches import Batch
     from headwise.texts.corpus import Corpus
     from headwise.texts.corpus_info import CorpusInfo
@@ -248,10 +252,16 @@ def _headwise(model: Any, length: int, folder: Path, **options: Any) -> Work:
     corpus = Corpus("bench", (batch,), (), CorpusInfo("bench"))
     recipe = Recipe(block=length, accumulation=1, steps=EPOCHS, **options)
     trained = tuple(master.value for master in masters)
-    job = Job(model, masters, trained, corpus, recipe, 0, _lowest(model), folder)
-    choice = choose_saving(model, recipe, corpus, _lowest(model), folder)
-    sys.stderr.write(f"{length} tokens, {choice.reason}\n")
-    job = replace(job, saving=choice.saving)
+    saving, reason = choose_saving(model, recipe, corpus, _lowest(model), folder)
+    sys.stderr.write(f"{length} tokens, {reason}\n")
+    layers = model.config.num_hidden_layers
+    planned = PlannedModel(
+        id="bench", fingerprint="", num_layers=layers, num_heads=HEADS, num_kv_heads=HEADS
+    )
+    plan = SurgeryPlan(model=planned, targets=format_heads(_operated(model)))
+    asked = RepairRequest(plan=plan)
+    run = RunSettings(asked, "bench", "", plan, recipe, corpus.info, saving=saving)
+    job = Job(model, run, corpus, folder, masters, trained)
     optimizer = make_optimizer(job)
 
     def block() -> None:

@@ -18,7 +18,9 @@ from headwise.surgery.job import Job
 from headwise.surgery.operation import operate, unchanged
 from headwise.surgery.plan import PlannedModel, SurgeryPlan
 from headwise.surgery.recipe import Recipe
+from headwise.surgery.settings import RepairRequest
 from headwise.surgery.slice_training import make_masters
+from headwise.surgery.values import RunSettings
 from headwise.texts.batches import Batch, batches
 from headwise.texts.corpus import Corpus
 from headwise.texts.corpus_info import CorpusInfo
@@ -94,18 +96,11 @@ def opened(model, plan, tmp_path, *, recipe=TINY_RECIPE, corpus=None, reinit=Tru
     start = operate(model, plan) if reinit else unchanged(model, plan)
     masters = tuple(make_masters(start.slices, model))
     start.apply(model)
-    lowest = min(head.layer for head in plan.target_heads)
+    corpus = corpus or random_corpus()
+    request = RepairRequest(plan=plan, seed=seed)
+    run = RunSettings(request, "tiny", plan.model.fingerprint, plan, recipe, corpus.info)
     try:
-        yield Job(
-            model,
-            masters,
-            tuple(m.value for m in masters),
-            corpus or random_corpus(),
-            recipe,
-            seed,
-            lowest,
-            tmp_path,
-        )
+        yield Job(model, run, corpus, tmp_path, masters, tuple(m.value for m in masters))
     finally:
         start.undo(model, force=True)
 

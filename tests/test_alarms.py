@@ -20,7 +20,7 @@ from headwise.proof.completed_texts import Prompt
 from headwise.proof.settings import Sampling
 from headwise.report.write import write_report
 from headwise.surgery.recipe import Recipe
-from headwise.surgery.run_settings import RunSettings
+from headwise.surgery.values import RunSettings
 from headwise.texts.text_sets import TextSet, document_hash
 from headwise.texts.unigram import unigram_loss
 from planned import plan_for, small_texts

@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from conftest import tiny_language_model, tiny_tokenizer
-from headwise import evaluate
-from headwise.cli import app, cost
-from headwise.cli.cost import Cost, estimate_cost, require_affordable
+from headwise import cost, evaluate
+from headwise.cli import app
+from headwise.cost import Cost, estimate_cost, require_affordable
 from headwise.errors import ModelError, SettingsError
 from headwise.heads import Head
 from headwise.integrity import hub
@@ -121,7 +121,7 @@ def test_ctrl_c_says_what_was_written(story_of_verbs, monkeypatch):
     def interrupted(model, work):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("headwise.cli.cost.estimate_cost", interrupted)
+    monkeypatch.setattr("headwise.cost.estimate_cost", interrupted)
     for verb, told in (("evaluate", "nothing was written"), ("repair", "add --resume to go on")):
         done = CliRunner().invoke(app, [verb, *story_of_verbs[verb], "--out", verb])
         assert done.exit_code == 130

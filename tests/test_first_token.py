@@ -17,7 +17,7 @@ from headwise.proof.completed_texts import Prompt
 from headwise.proof.settings import Sampling
 from headwise.surgery.plan import SurgeryPlan
 from headwise.surgery.recipe import Recipe
-from headwise.surgery.run_settings import RunSettings
+from headwise.surgery.values import RunSettings
 from headwise.texts.batches import encode_for, encode_texts
 from headwise.texts.corpus import build_corpus
 from headwise.texts.text_sets import TextSet

@@ -19,6 +19,7 @@ ORDER = """
     models
     texts
     forward
+    cost
     diagnosis
     watch
     surgery

@@ -25,8 +25,8 @@ from headwise.proof.completions import complete_prompts
 from headwise.proof.evaluate import evaluate
 from headwise.proof.settings import Sampling
 from headwise.surgery.plan import make_plan
-from headwise.surgery.repair import repair
 from headwise.texts.text_sets import TextSet
+from headwise.therapy.repair import repair
 from headwise.therapy.triage import triage
 from planned import TINY_RECIPE, small_texts
 

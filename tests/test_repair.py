@@ -25,12 +25,13 @@ from headwise.errors import (
 from headwise.heads import Head
 from headwise.models.loading import load_model
 from headwise.models.patch import Patch
-from headwise.surgery.modes import MODES, TRAINED, random_heads_plan
+from headwise.surgery.modes import random_heads_plan
 from headwise.surgery.operation import operate
 from headwise.surgery.plan import SurgeryPlan
-from headwise.surgery.repair import repair
-from headwise.surgery.run_settings import RunSettings, is_finished
+from headwise.surgery.settings import MODES, TRAINED
+from headwise.surgery.values import RunSettings, is_finished
 from headwise.texts.text_sets import TextSet
+from headwise.therapy.repair import repair
 from planned import TINY_RECIPE, plan_for, small_texts, weight_bits
 
 RECIPE = TINY_RECIPE.model_copy(update={"steps": 3, "validate_every": 2, "block": 48})
@@ -71,7 +72,7 @@ def test_every_mode_writes_its_artefacts_and_leaves_the_model_alone(finished, su
     assert {"run.json", "patch.safetensors", "trace.jsonl", "maps.jsonl", "checkpoints"} == names
     settings = json.loads((finished.out / "run.json").read_text())
     assert settings["schema"] == "headwise.run/1"
-    assert settings["mode"] == finished.mode
+    assert settings["request"]["mode"] == finished.mode
     assert settings["finished"] is True
     assert settings["corpus"]["train_tokens"] > 0
     steps = [row for row in read_lines(finished.out / "trace.jsonl") if "loss" in row]
@@ -99,6 +100,8 @@ def test_resuming_a_finished_run_does_nothing(finished, subject, tokenizer, plan
     assert {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in finished.out.rglob("*.*")} == before
     for name, part in finished.patch.slices.items():
         assert torch.equal(again.patch.slices[name].after, part.after)
+    assert again.state == finished.state
+    assert again.settings == finished.settings
 
 
 def test_all_trained_modes_see_the_same_data(finished, subject, tokenizer, plan, tmp_path):
@@ -330,16 +333,16 @@ def test_a_full_disk_while_writing_is_told_too(subject, tokenizer, plan, tmp_pat
 def test_a_read_only_output_is_told(subject, tokenizer, plan, tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
-    with pytest.raises(ArtefactError, match=r"cannot write run\.json"):
+    with pytest.raises(ArtefactError, match="cannot write there"):
         run(subject, tokenizer, plan, blocked / "run")
     assert blocked.read_text() == "not a folder"
     if os.geteuid() == 0:  # root may write anywhere but here
-        with pytest.raises(ArtefactError, match=r"cannot write run\.json"):
+        with pytest.raises(ArtefactError, match="cannot write there"):
             run(subject, tokenizer, plan, type(tmp_path)("/proc/headwise-run"))
     else:
         folder = tmp_path / "read-only"
         folder.mkdir(mode=0o555)
-        with pytest.raises(ArtefactError, match=r"cannot write run\.json: Permission denied"):
+        with pytest.raises(ArtefactError, match="cannot write there: Permission denied"):
             run(subject, tokenizer, plan, folder / "run")
 
 

@@ -26,8 +26,9 @@ from headwise.report.payload import page_payload
 from headwise.report.recovered import Recovered
 from headwise.report.source import read_source, stock_of
 from headwise.report.verdict import judge
+from headwise.surgery.values import RunSettings
 from headwise.tables import table as table_of
-from headwise.therapy.record import Therapy
+from headwise.therapy.values import Therapy
 from reportstudy import EVIL, build_study, diagnosis_of, stock_mass, triage_of
 
 
@@ -336,7 +337,8 @@ def test_a_run_of_auto_goes_by_that_name_and_says_what_triage_found(study, tmp_p
     shutil.copytree(study / "runs" / "surgery-s1", run)
     assert read_source(run).runs[0].arm == "surgery"
     classes = {"L0H1": "asleep", "L1H0": "empty", "L1H1": "asleep"}
-    Therapy({}, {"L0H1": "release"}, {"L0H1": 0.9}, (), classes, ()).save(run)
+    plan = RunSettings.load(run).plan
+    Therapy("", plan, (), classes, ()).save(run)
     page = report.write_report(run, tmp_path / "out").read_text()
     assert read_source(run).runs[0].arm == "auto"
     assert "Triage on training text: 2 asleep, 1 empty." in page

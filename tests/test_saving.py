@@ -16,10 +16,10 @@ from headwise.models.loaded_model import LoadedModel
 from headwise.surgery import job as jobs
 from headwise.surgery.job import _bytes_a_token, choose_saving
 from headwise.surgery.recipe import Saving
-from headwise.surgery.repair import repair
-from headwise.surgery.run_settings import RunSettings, is_finished
 from headwise.surgery.training import train
+from headwise.surgery.values import RunSettings, is_finished
 from headwise.texts.batches import join_batches
+from headwise.therapy.repair import repair
 from planned import TINY_RECIPE, opened, plan_for, random_corpus
 
 ALONE = TINY_RECIPE.with_changes(batch_size=1, accumulation=4)  # one block a pass
@@ -33,7 +33,7 @@ def test_no_way_of_saving_changes_a_bit_of_what_is_trained(tmp_path, name):
     found = []
     for number, saving in enumerate([Saving(), *WAYS]):
         with opened(model, plan, tmp_path / str(number), recipe=ALONE) as job:
-            train(replace(job, saving=saving))
+            train(replace(job, run=replace(job.run, saving=saving)))
             found.append([master.value.detach().clone() for master in job.masters])
         assert (tmp_path / str(number) / "prefix").exists() == saving.cached
     plain, *others = found
@@ -49,25 +49,25 @@ def choice(model, tmp_path, lowest=1, **changes):
 def test_what_is_chosen_follows_from_memory_disk_and_epochs(tmp_path, monkeypatch):
     model = tiny_model("llama")
     above = len(layers_of(model)) - 1
-    easy = choice(model, tmp_path)
-    assert easy.saving == Saving(0, cached=True)
-    assert f"0 of {above} trained layers are run twice" in easy.reason
-    assert "the 1 below are kept on disk" in easy.reason
-    assert not choice(model, tmp_path, lowest=0).saving.cached
-    assert not choice(model, tmp_path, batch_size=2).saving.cached
+    easy, reason = choice(model, tmp_path)
+    assert easy == Saving(0, cached=True)
+    assert f"0 of {above} trained layers are run twice" in reason
+    assert "the 1 below are kept on disk" in reason
+    assert not choice(model, tmp_path, lowest=0)[0].cached
+    assert not choice(model, tmp_path, batch_size=2)[0].cached
     monkeypatch.setattr(jobs, "free_memory", lambda: 1000)
-    assert choice(model, tmp_path).saving.recomputed == above
+    assert choice(model, tmp_path)[0].recomputed == above
     monkeypatch.setattr(jobs.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    full = choice(model, tmp_path)
-    assert not full.saving.cached
-    assert "too many for the disk" in full.reason
+    full, reason = choice(model, tmp_path)
+    assert not full.cached
+    assert "too many for the disk" in reason
 
 
 def test_a_block_that_is_seen_once_is_not_kept(tmp_path):
     recipe = ALONE.with_changes(steps=1, accumulation=2)
-    found = choose_saving(tiny_model("llama"), recipe, random_corpus(), 1, tmp_path)
-    assert not found.saving.cached
-    assert "seen 1.0 times" in found.reason
+    saving, reason = choose_saving(tiny_model("llama"), recipe, random_corpus(), 1, tmp_path)
+    assert not saving.cached
+    assert "seen 1.0 times" in reason
 
 
 def test_no_more_layers_are_run_twice_than_the_room_asks_for(tmp_path, monkeypatch):
@@ -77,7 +77,7 @@ def test_no_more_layers_are_run_twice_than_the_room_asks_for(tmp_path, monkeypat
     room = ALONE.block * ((above - 1) * layer + entering)
     for have, expected in ((room * 1.01, 1), (room * 0.99, 2)):
         monkeypatch.setattr(jobs, "free_memory", lambda have=have: int(2 * have))
-        assert choice(model, tmp_path, lowest=0).saving.recomputed == expected
+        assert choice(model, tmp_path, lowest=0)[0].recomputed == expected
 
 
 @pytest.mark.parametrize("name", ["bloom", "llama", "gpt2"])

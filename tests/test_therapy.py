@@ -31,13 +31,13 @@ from headwise.surgery.sink_directions import measure_directions
 from headwise.surgery.treatments import Dose, prescribed, treat, with_prescription, with_treatment
 from headwise.texts.corpus import build_corpus
 from headwise.texts.text_sets import TextSet
-from headwise.therapy import auto, dose, ill_heads
-from headwise.therapy.auto import choice_blocks
+from headwise.therapy import dose
+from headwise.therapy.auto import choice_blocks, write_plan
 from headwise.therapy.dose import _further, _gains, _options, _sure, choose_doses
-from headwise.therapy.ill_heads import plan_ill_heads
+from headwise.therapy.ill_heads import IllHeads, find_ill_heads
 from headwise.therapy.never_worse import MOST, judged_blocks, validation_change
-from headwise.therapy.record import Therapy, Tried
 from headwise.therapy.repair import repair
+from headwise.therapy.values import Therapy, Tried
 from planned import TINY_RECIPE, plan_for, random_corpus, small_texts, weight_bits
 
 
@@ -194,7 +194,7 @@ def test_auto_ends_in_an_empty_patch_where_nothing_is_shown_to_be_better(tiny, t
 def test_auto_finds_no_head_to_treat_in_a_model_without_sick_heads(tmp_path):
     loaded = LoadedModel("tiny", tiny_language_model("llama"), tiny_tokenizer())
     corpus = numbered_corpus(validation=3, length=24)
-    plan = plan_ill_heads(loaded, corpus, TINY_RECIPE)
+    plan = find_ill_heads(loaded, corpus, TINY_RECIPE).plan
     assert plan.targets == ""
     run = repair(loaded, None, corpus, TINY_RECIPE, out=tmp_path, treatment="auto")
     assert run.patch.is_empty
@@ -207,7 +207,7 @@ def test_a_head_that_gives_nothing_is_ill_wherever_it_looks():
     for role in ("v", "o"):
         for span in head_spans(loaded.model, head, role).values():
             span.of(loaded.model).data *= 1e-3
-    plan = plan_ill_heads(loaded, numbered_corpus(validation=3, length=24), TINY_RECIPE)
+    plan = find_ill_heads(loaded, numbered_corpus(validation=3, length=24), TINY_RECIPE).plan
     assert head in plan.target_heads
 
 
@@ -229,15 +229,16 @@ def test_a_repair_without_validation_text_says_that_nothing_is_known_of_its_wort
     assert any("nothing here says whether it is better" in title for title in told)
 
 
-def test_a_drowsy_head_is_ill_only_if_a_treatment_wakes_it(asleep, monkeypatch):
+def test_a_drowsy_head_is_ill_only_if_a_treatment_wakes_it(asleep):
     loaded, _, corpus = asleep
-    monkeypatch.setattr(ill_heads, "_ILL", "output_norm_ratio < 0.0")  # staring is no illness now
-    recipe = RECIPES["patient"]
-    found = plan_ill_heads(loaded, corpus, recipe).target_heads
-    assert Head(4, 7) in found
-    assert len(found) < 20  # all of them look at the first token, most gain nothing by not doing so
-    monkeypatch.setattr(ill_heads, "_DROWSY", "first_token_mass > 1")
-    assert plan_ill_heads(loaded, corpus, recipe).target_heads == []
+    recipe, nothing = RECIPES["patient"], "output_norm_ratio < 0.0"  # staring is no illness now
+    found = find_ill_heads(loaded, corpus, recipe, symptoms=nothing)
+    ill = found.plan.target_heads
+    assert Head(4, 7) in ill
+    assert len(ill) < 20  # all of them look at the first token, most gain nothing by not doing so
+    assert set(found.triaged) == set(ill)  # auto need not triage them again
+    awake = find_ill_heads(loaded, corpus, recipe, symptoms=nothing, drowsy="first_token_mass > 1")
+    assert awake.plan.target_heads == []
 
 
 def test_the_work_of_auto_counts_triage_and_doses(tiny, tmp_path):
@@ -322,13 +323,10 @@ def test_heads_are_tried_alone_only_where_triage_saw_hope(asleep):
     assert {row.heads for row in tried} == {"all", "L0H1"}
 
 
-def test_of_many_heads_the_ones_with_hope_are_triaged(asleep, tmp_path, monkeypatch):
+def test_of_many_heads_the_ones_with_hope_are_triaged(asleep):
     loaded, plan, corpus = asleep
     every = changed(plan, targets="L0H0-5,L2H7,L4H7,L5H6")
-    monkeypatch.setattr(auto, "TRIAGED", 5)
-    recipe = RECIPES["patient"].model_copy(update={"steps": 0})
-    repair(loaded, every, corpus, recipe, out=tmp_path, treatment="auto")
-    found = Therapy.load(tmp_path)
+    found, _ = write_plan(loaded.model, IllHeads(every), corpus, asked="", most=5)
     assert {"L2H7", "L4H7", "L5H6"} <= set(found.classes)
     assert len(found.classes) == 5
     assert set(found.untriaged) == {str(h) for h in every.target_heads} - set(found.classes)
@@ -400,9 +398,11 @@ def test_the_empty_patient_is_as_sick_as_the_patient_and_release_finds_nothing(a
     assert abs(change.value) < 0.002
 
 
-def test_therapy_json_is_the_same_after_a_round_trip(tmp_path):
-    therapy = Therapy({}, {"L0H1": "release"}, {"L0H1": 0.9}, ("L1H0",), {}, ())
+def test_therapy_json_is_the_same_after_a_round_trip(tiny, tmp_path):
+    plan = plan_for(tiny.model, "L0H1", treatments={"release": "L0H1"}, doses={"L0H1": 0.9})
+    therapy = Therapy("what was asked", plan, ("L1H0",), {}, ())
     therapy.save(tmp_path)
+    assert therapy.treatments == {"L0H1": "release"}
     assert Therapy.load(tmp_path) == therapy
     assert json.loads((tmp_path / "therapy.json").read_text())["schema"] == "headwise.therapy/1"
 
@@ -433,7 +433,8 @@ def test_holding_a_model_to_stock_on_other_text_keeps_what_it_said_there(tmp_pat
     assert kept_divergence(loaded, held.patch, blocks) < 0.7 * kept_divergence(
         loaded, free.patch, blocks
     )
-    assert load_artefact(tmp_path / "held" / "run.json", "run")["kept"] == other.sha256
+    asked = load_artefact(tmp_path / "held" / "run.json", "run")["request"]
+    assert asked["keep"]["sha256"] == other.sha256
     with pytest.raises(ArtefactError, match="kept differs"):
         repair(
             loaded, plan, texts, recipe, out=tmp_path / "held", mode="gradient-only", resume=True

@@ -59,7 +59,7 @@ def tokens_of(blocks):
 
 
 def our_gradients(job):
-    blocks = step_blocks(job.corpus, job.recipe, job.seed, 0)
+    blocks = step_blocks(job.corpus, job.run.recipe, job.run.seed, 0)
     loss = training.backward_step(job, blocks, tokens_of(blocks))
     found = {}
     for master in job.masters:
@@ -72,7 +72,7 @@ def our_gradients(job):
 
 def naive_gradients(job):
     """Gradients of whole parameters with transformers' own attention and loss, then cut."""
-    blocks = step_blocks(job.corpus, job.recipe, job.seed, 0)
+    blocks = step_blocks(job.corpus, job.run.recipe, job.run.seed, 0)
     loss = sum(hf_loss_sum(job.model, block) for _, block in blocks) / tokens_of(blocks)
     loss.backward()
     found = {}
@@ -150,7 +150,7 @@ def test_slice_gradients_equal_the_naive_ones(model, tmp_path, reinit):
 
 def test_nothing_but_the_masters_gets_a_gradient(model, tmp_path):
     with opened(model, plan_for(model), tmp_path) as job:
-        blocks = step_blocks(job.corpus, job.recipe, job.seed, 0)
+        blocks = step_blocks(job.corpus, job.run.recipe, job.run.seed, 0)
         training.backward_step(job, blocks, tokens_of(blocks))
         assert all(parameter.grad is None for parameter in model.parameters())
         assert all(parameter.requires_grad for parameter in model.parameters())  # given back
@@ -192,7 +192,8 @@ def test_options_that_save_memory_or_time_do_not_change_the_gradients(model, tmp
     plan = plan_for(model, "L1H0-1")
     with opened(model, plan, tmp_path, recipe=ONE_STEP) as job:
         loss, expected = our_gradients(job)
-        job = replace(job, recipe=ONE_STEP.model_copy(update={option: True}))
+        run = replace(job.run, recipe=ONE_STEP.model_copy(update={option: True}))
+        job = replace(job, run=run)
         for _ in range(2):  # the second time from the cache
             again, found = our_gradients(job)
             assert again == pytest.approx(loss, rel=1e-6)

@@ -41,11 +41,11 @@ from headwise.plasticity.settings import CaptureSettings
 from headwise.settings import read_yaml
 from headwise.surgery.checkpoints import load_best
 from headwise.surgery.recipe import recipe_named
-from headwise.surgery.repair import repair as repair_run
 from headwise.surgery.run_state import read_maps, read_trace
 from headwise.surgery.training import train
 from headwise.texts.batches import encode_texts, token_ids
 from headwise.texts.text_sets import read_texts
+from headwise.therapy.repair import repair as repair_run
 from planned import TINY_RECIPE, opened, plan_for, random_corpus
 
 
@@ -117,14 +117,14 @@ def test_a_run_whose_checkpoints_are_all_damaged_says_what_to_do(tmp_path):
 def test_the_files_of_another_run_are_refused(tmp_path):
     model = tiny_model("llama")
     with opened(model, plan_for(model), tmp_path) as job:
-        train(replace(job, identity="one"))
-        other = replace(job, identity="two")
+        train(job)
+        other = replace(job, run=replace(job.run, fingerprint="of other weights"))
         with pytest.raises(ArtefactError, match="belongs to another run"):
             train(other, resume=True)
         with pytest.raises(ArtefactError, match="belongs to another run"):
             load_best(other)
         with pytest.raises(ArtefactError, match="the run's best step is 99"):
-            load_best(replace(job, identity="one"), 99)
+            load_best(job, 99)
 
 
 @pytest.mark.parametrize("name", ["trace.jsonl", "maps.jsonl"])

@@ -16,8 +16,8 @@ from headwise.plasticity.capture import capture
 from headwise.proof.evaluate import evaluate
 from headwise.ranks import process_group
 from headwise.surgery.plan import make_plan
-from headwise.surgery.repair import repair
 from headwise.texts.text_sets import TextSet
+from headwise.therapy.repair import repair
 from headwise.therapy.triage import triage
 from planned import TINY_RECIPE, small_texts
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
+from types import GenericAlias
 from typing import Annotated, Any, TypeVar, cast
 
 import numpy as np
@@ -112,7 +113,7 @@ def _adapter(kind: Any) -> Any:  # a TypeAdapter; its generic form cannot be che
     return TypeAdapter(kind)
 
 
-def from_plain(kind: type[Value], body: object, where: object) -> Value:
+def from_plain(kind: type[Value] | GenericAlias, body: object, where: object) -> Value:
     """Build a value from parsed JSON; what does not fit its type is told, the first fault first."""
     try:
         raw = to_json(body)

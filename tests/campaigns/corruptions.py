@@ -37,9 +37,9 @@ from headwise.proof.completed_texts import Completions
 from headwise.proof.evaluation import Evaluation
 from headwise.studies.study import started_study
 from headwise.studies.summary import StudySummary
-from headwise.surgery.run_settings import RunSettings
 from headwise.surgery.run_state import read_maps, read_trace
-from headwise.therapy.record import Therapy
+from headwise.surgery.values import RunSettings
+from headwise.therapy.values import Therapy
 from headwise.values import to_plain
 from headwise.watch.film import Film
 

@@ -42,7 +42,7 @@ def minding(quiet: bool, yes: bool) -> Budget:
     from headwise.cli.show import console
 
     def mind(model: Any, work: Work) -> None:
-        from headwise.cli.cost import estimate_cost, require_affordable
+        from headwise.cost import estimate_cost, require_affordable
 
         cost = estimate_cost(model, work)
         console(quiet).print(str(cost), style="dim")

@@ -151,7 +151,7 @@ def compare(
     from headwise.proof.trajectories import run_maps
     from headwise.proof.view import comparison_tables
     from headwise.surgery.plan import SurgeryPlan
-    from headwise.surgery.run_settings import RunSettings
+    from headwise.surgery.values import RunSettings
 
     found = run_comparison(
         read_snapshot(before),

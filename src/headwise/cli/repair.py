@@ -18,9 +18,9 @@ from headwise.keywords import Bos, Seed
 from headwise.models.settings import LoadSettings
 
 if TYPE_CHECKING:
-    from headwise.surgery.modes import Mode
     from headwise.surgery.plan import SurgeryPlan
-    from headwise.surgery.repair import RepairRun
+    from headwise.surgery.settings import Mode
+    from headwise.therapy.repair import RepairRun
 
 
 @verb(
@@ -58,30 +58,44 @@ def repair(
     """Operate on the plan's heads and train only their slices, or run a control."""
     announce(model, quiet)
     from headwise.cli.progress_bar import progress_bars
+    from headwise.surgery.plan import SurgeryPlan
     from headwise.surgery.recipe import recipe_named
+    from headwise.surgery.settings import RepairRequest
     from headwise.texts.text_sets import default_corpus, default_texts, read_texts
-    from headwise.therapy.repair import repair as run
 
-    chosen = _plan(plan, treatment, dose)
+    if dose is not None and (treatment is None or not math.isfinite(dose)):
+        raise typer.BadParameter(f"--dose {dose} needs --treatment and a finite number")
+    chosen = SurgeryPlan.load(plan) if plan else None
     texts = read_texts(corpus, lines=lines) if corpus else default_corpus(model)
+    kept = read_texts(keep, lines=lines) if keep else None
+    excluded = default_texts(model)
+    request = RepairRequest(  # refused, if it is contradictory, before the model is loaded
+        plan=chosen,
+        mode=_mode(mode),
+        treatment=treatment,
+        dose=dose,
+        recipe=recipe_named(recipe) if recipe else None,
+        changes=_given(steps=steps, lr=lr, block=block, batch_size=batch_size),
+        seed=seed,
+        keep=None if kept is None else kept.describe(),
+        excluded=excluded.describe(),
+        bos=bos,
+        force=force,
+        tracker=tracker,
+    )
+    request.require_plan()
+    from headwise.therapy.repair import fulfil
+
     loaded = load_reader(model, loading, quiet=quiet, bos=bos)
     with resumable(f"add --resume to go on in {out}"), progress_bars(quiet) as progress:
-        done = run(
+        done = fulfil(
             loaded,
-            chosen,
+            request,
             texts,
-            recipe_named(recipe) if recipe else None,
-            changes=_given(steps=steps, lr=lr, block=block, batch_size=batch_size),
-            out=out,
-            mode=_mode(mode),
-            treatment=treatment,
-            dose=dose,
-            seed=seed,
+            out,
+            keep=kept,
+            excluded=excluded.texts,
             resume=resume,
-            force=force,
-            excluded=default_texts(model).texts,
-            tracker=tracker,
-            keep=read_texts(keep, lines=lines) if keep else None,
             budget=minding(quiet, yes),
             progress=progress,
         )
@@ -89,7 +103,7 @@ def repair(
 
 
 def _mode(name: str) -> Mode:
-    from headwise.surgery.modes import MODES
+    from headwise.surgery.settings import MODES
 
     if name not in MODES:
         raise typer.BadParameter(f"{name!r} is not one of {', '.join(MODES)}")
@@ -111,27 +125,12 @@ def _tell(done: RepairRun, plan: SurgeryPlan | None, quiet: bool) -> None:
     alarm(done.alarms, quiet)
 
 
-def _plan(path: Path | None, treatment: str | None, dose: float | None) -> SurgeryPlan | None:
-    """The plan that is named; only `auto` can find the sick heads itself."""
-    from headwise.errors import SelectionError
-    from headwise.surgery.plan import SurgeryPlan
-
-    if dose is not None and (treatment is None or not math.isfinite(dose)):
-        raise typer.BadParameter(f"--dose {dose} needs --treatment and a finite number")
-    if path is not None:
-        return SurgeryPlan.load(path)
-    if treatment != "auto":
-        raise SelectionError("no plan", fix="pass --plan plan.yaml, or --treatment auto")
-    return None
-
-
 def repaired(done: RepairRun, plan: SurgeryPlan | None) -> Iterator[str]:
     """What a run says of itself when it ends."""
-    from headwise.therapy.record import THERAPY, Therapy
+    from headwise.therapy.values import Therapy
 
-    state, name = done.state, str(done.mode)
-    if (done.out / THERAPY).exists():
-        name = "auto"
+    state, name = done.state, done.settings.name
+    if done.settings.request.auto:
         yield f"auto: {Therapy.load(done.out).sentence}"
     if state.validations:
         first = state.validations[0]

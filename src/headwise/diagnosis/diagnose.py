@@ -25,7 +25,7 @@ from headwise.forward.measurements import Measurement, run_measurement
 from headwise.models.architectures import alibi_slopes, geometry_of
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.progress import Progress, silent
-from headwise.provenance import MeasureSettings, Provenance
+from headwise.provenance import MeasureSettings, Provenance, TextInfo
 from headwise.texts.batches import DEFAULT_MAX_LENGTH, Batch, batches, encode_for
 from headwise.texts.text_sets import TextSet, as_text_set
 from headwise.texts.unigram import unigram_loss
@@ -72,10 +72,31 @@ def diagnosis_measurement(
 ) -> Measurement[Diagnosis]:
     """The same as a measurement that may share its passes with others."""
     loaded, max_length = loaded.reading(bos), loaded.length(max_length)
-    model, chosen = loaded.model, as_text_set(texts, loaded.id, most=_DEFAULT_TEXTS)
+    chosen = as_text_set(texts, loaded.id, most=_DEFAULT_TEXTS)
     encoded = encode_for(
         loaded, chosen.texts, max_length=max_length, minimum=max(2, skip_queries + 1)
     )
+    return tokens_measurement(
+        loaded,
+        encoded,
+        chosen.describe(sum(map(len, encoded))),
+        MeasureSettings(max_length, skip_queries, loaded.bos),
+        batch_size=batch_size,
+        thresholds=thresholds,
+    )
+
+
+def tokens_measurement(
+    loaded: LoadedModel,
+    encoded: list[list[int]],
+    texts: TextInfo,
+    settings: MeasureSettings,
+    *,
+    batch_size: int = 4,
+    thresholds: Thresholds | None = None,
+) -> Measurement[Diagnosis]:
+    """The same for text that is tokenised already; `texts` and `settings` say how."""
+    model, skip_queries = loaded.model, settings.skip_queries
     lengths = [len(ids) for ids in encoded]
     guard(model, max(lengths))
     sample, dormant = _sample(encoded), list[Tensor | None]()
@@ -100,8 +121,8 @@ def diagnosis_measurement(
         sink_rate=_sink_rate(measured),
         mlp_dormancy=dormancy_of(dormant),
         provenance=Provenance(
-            texts=chosen.describe(sum(lengths)),
-            settings=MeasureSettings(max_length, skip_queries, loaded.bos),
+            texts=texts,
+            settings=settings,
             versions=versions(),
         ),
         alarms=merge_alarms(

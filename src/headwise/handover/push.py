@@ -8,7 +8,7 @@ from pathlib import Path
 from headwise.artefacts import write_text
 from headwise.errors import ModelError
 from headwise.handover.card import model_card
-from headwise.surgery.run_settings import PATCH
+from headwise.surgery.values import PATCH
 
 _NEEDED = ("config.json", "adapter_config.json")
 

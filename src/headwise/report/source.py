@@ -31,9 +31,9 @@ from headwise.proof.zones import Map, Mask, Zones, zones_of
 from headwise.studies.study import started_study
 from headwise.studies.summary import StudySummary
 from headwise.surgery.plan import join_plans, plans_of
-from headwise.surgery.run_settings import RunSettings
 from headwise.surgery.run_state import RUN, TraceRow, TrainStep, Validation, read_trace
-from headwise.therapy.record import THERAPY, Therapy
+from headwise.surgery.values import RunSettings
+from headwise.therapy.values import THERAPY, Therapy
 from headwise.watch.film import FILM, Film
 
 MASS, TRIAGE = "first_token_mass", "triage.json"

@@ -5,7 +5,7 @@ A finished artefact is read, not made again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from headwise.artefacts import content_hash
@@ -27,13 +27,14 @@ from headwise.proof.trajectories import run_maps
 from headwise.proof.zones import Map
 from headwise.settings import changed
 from headwise.studies.study import PlanChoice, Study, StudyArm
+from headwise.surgery.fitting import first_recipe, fit_request
 from headwise.surgery.plan import SurgeryPlan, make_plan, operated_heads
-from headwise.surgery.recipe import Recipe, fit_positions
-from headwise.surgery.run_settings import PATCH
 from headwise.surgery.run_state import RUN
-from headwise.texts.corpus import Corpus, build_corpus
-from headwise.texts.text_sets import TextSet
-from headwise.therapy.repair import recipe_for, repair
+from headwise.surgery.settings import RepairRequest
+from headwise.surgery.values import PATCH
+from headwise.texts.corpus import Corpus
+from headwise.texts.text_sets import TextSet, read_texts
+from headwise.therapy.repair import fulfil
 
 
 @dataclass(frozen=True)
@@ -46,27 +47,21 @@ class StudySetting:
     heldout: list[TextSet] = field(repr=False)
     progress: Progress = field(repr=False)
     fingerprint: str = ""  # of the model's weights
-    corpora: dict[tuple[str, int], Corpus] = field(default_factory=dict, repr=False)
+    corpora: dict[tuple[str, int, int], Corpus] = field(default_factory=dict, repr=False)
 
-    def corpus(self, name: str, recipe: Recipe) -> Corpus:
-        """A corpus cut for a recipe, tokenised once a study; held-out texts are left out."""
-        key = (name, recipe.block)
+    @property
+    def excluded(self) -> list[str]:
+        """The held-out texts, which no run is trained on."""
+        return [text for texts in self.heldout for text in texts.texts]
+
+    def corpus(self, name: str, request: RepairRequest) -> Corpus:
+        """A corpus cut for a request, tokenised once a study; held-out texts are left out."""
+        recipe = first_recipe(self.loaded.id, self.loaded.model, request)
+        key = (name, recipe.block, recipe.batch_tokens)
         if key not in self.corpora:
-            heldout = [text for texts in self.heldout for text in texts.texts]
-            self.corpora[key] = build_corpus(
-                self.study.corpus_texts(name),
-                self.loaded.tokenizer,
-                block=recipe.block,
-                batch_tokens=recipe.batch_tokens,
-                excluded=heldout,
-                first_token=self.loaded.first_token,
-            )
+            texts = self.study.corpus_texts(name)
+            self.corpora[key] = fit_request(self.loaded, request, texts, self.excluded)[1]
         return self.corpora[key]
-
-    def recipe(self, arm: StudyArm) -> Recipe:
-        """The recipe of an arm, fitted to the model where none is named."""
-        found = self.study.recipe_of(arm, recipe_for(self.loaded, arm.treatment))
-        return fit_positions(found, self.loaded.max_positions)
 
     @property
     def max_length(self) -> int:
@@ -190,17 +185,19 @@ def _one_pass(
         plan.save(folder / "plan.yaml")
     done = arm.treatment or arm.mode
     stage(f"{arm.name} s{seed}: {done} on {len(plan.target_heads)} heads", setting.progress)
-    recipe = setting.recipe(arm)
-    run = repair(
+    keep = read_texts(arm.keep) if arm.keep else None
+    request = replace(
+        setting.study.request(arm, seed, plan),
+        keep=None if keep is None else keep.describe(),
+        excluded=TextSet("heldout", tuple(setting.excluded)).describe(),
+    )
+    run = fulfil(
         setting.loaded,
-        plan,
-        setting.corpus(arm.corpus, recipe),
-        recipe,
-        out=folder,
-        mode=arm.mode,
-        treatment=arm.treatment,
-        dose=arm.dose,
-        seed=seed,
+        request,
+        setting.corpus(arm.corpus, request),
+        folder,
+        keep=keep,
+        excluded=setting.excluded,
         resume=(folder / RUN).exists(),
         progress=setting.progress,
     )

@@ -12,10 +12,11 @@ from headwise.artefacts import is_there, load_artefact, write_text
 from headwise.bundled import DATA
 from headwise.errors import ArtefactError, SettingsError
 from headwise.models.patient import PATIENTS, patient_texts
-from headwise.settings import changed, read_yaml, validated
-from headwise.surgery.modes import TRAINED, Mode
+from headwise.settings import read_yaml, validated
+from headwise.surgery.plan import SurgeryPlan
 from headwise.surgery.plan_settings import Compensate, Init, KvPolicy, Preset
 from headwise.surgery.recipe import Recipe, default_recipe, recipe_named
+from headwise.surgery.settings import Mode, RepairRequest
 from headwise.texts.text_sets import TextSet, default_corpus, default_texts, read_texts
 
 STUDIES = DATA / "studies"
@@ -43,6 +44,7 @@ class StudyArm(_Strict):
     mode: Mode = "surgery"
     treatment: str | None = None  # a row of the treatments, or auto; None: reinitialise
     dose: float | None = None
+    keep: list[str] = []  # sources of text on which the model is held to what stock says
     corpus: str = "train"
     plan: PlanChoice | None = None
     passes: int = Field(default=1, ge=1, le=2)  # 2: a second pass on what is still, or newly, sick
@@ -72,12 +74,24 @@ class Study(_Strict):
     ablate: Literal["all", "operated", "none"] = "all"  # heads that are ablated one by one
     completions: int = Field(default=10, ge=0)  # prompts by each arm of the first seed
 
-    def recipe_of(self, arm: StudyArm, fitted: Recipe | None = None) -> Recipe:
-        """The recipe of one arm: the study's, or the `fitted` one, with both sets of changes."""
-        base = recipe_named(self.recipe) if self.recipe else fitted or default_recipe(self.model)
-        body = {**base.model_dump(), **self.changes, **arm.recipe}
-        recipe = validated(Recipe, body, f"recipe of arm {arm.name}")
-        return recipe if arm.mode in TRAINED else changed(recipe, steps=0)
+    def request(self, arm: StudyArm, seed: int, plan: SurgeryPlan | None = None) -> RepairRequest:
+        """What one run of an arm asks of `repair`; a contradiction is refused."""
+        return RepairRequest(
+            plan=plan,
+            mode=arm.mode,
+            treatment=arm.treatment,
+            dose=arm.dose,
+            recipe=recipe_named(self.recipe) if self.recipe else None,
+            changes={**self.changes, **arm.recipe},
+            seed=seed,
+        )
+
+    def recipe_of(self, arm: StudyArm) -> Recipe:
+        """The recipe of one arm as far as it is known without its model."""
+        request = self.request(arm, 0)
+        base = request.recipe or default_recipe(self.model)
+        body = {**base.model_dump(), **request.changes}
+        return validated(Recipe, body, f"recipe of arm {arm.name}")
 
     def runs(self) -> list[tuple[StudyArm, int]]:
         """Every (arm, seed), in order."""

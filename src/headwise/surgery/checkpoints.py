@@ -33,21 +33,21 @@ def kept_checkpoints(out: Path) -> list[Path]:
 
 def save_checkpoint(job: Job, state: RunState, optimizer: torch.optim.Optimizer) -> None:
     """Write trace, maps and the newest checkpoint; drop old checkpoints only after that."""
-    state.write_rows(job.out, job.identity)
+    state.write_rows(job.out, job.run.identity)
     tensors = {}
     for i, parameter in enumerate(job.trained):
         tensors[f"master.{i}"] = parameter.detach().cpu().contiguous()
         for key, value in optimizer.state.get(parameter, {}).items():
             tensors[f"{key}.{i}"] = value.detach().cpu().contiguous()
     metadata = {
-        RUN_KEY: job.identity,
+        RUN_KEY: job.run.identity,
         "progress": json.dumps(state.to_json()),
         "rng": bytes(torch.get_rng_state()).hex(),
     }
     path = job.out / CHECKPOINTS / f"step-{state.step:07d}.safetensors"
     write_safetensors(path, tensors, metadata)
     if is_first():
-        for old in kept_checkpoints(job.out)[: -job.recipe.keep]:
+        for old in kept_checkpoints(job.out)[: -job.run.recipe.keep]:
             old.unlink()
 
 
@@ -65,7 +65,7 @@ def restore_checkpoint(
     if not found:
         return fresh_state(job)
     tensors, metadata = _newest_whole(found, progress)
-    require_run(metadata.get(RUN_KEY), job.identity, found[-1].parent)
+    require_run(metadata.get(RUN_KEY), job.run.identity, found[-1].parent)
     for i, parameter in enumerate(job.trained):
         parameter.data.copy_(tensors[f"master.{i}"])
         if f"step.{i}" in tensors:
@@ -104,7 +104,7 @@ def _best_path(job: Job) -> Path:
 def save_best(job: Job, step: int = 0) -> None:
     """Keep the values at hand as the best ones."""
     tensors = {f"master.{i}": p.detach().cpu() for i, p in enumerate(job.trained)}
-    write_safetensors(_best_path(job), tensors, {RUN_KEY: job.identity, "step": str(step)})
+    write_safetensors(_best_path(job), tensors, {RUN_KEY: job.run.identity, "step": str(step)})
 
 
 def load_best(job: Job, step: int | None = None) -> bool:
@@ -117,7 +117,7 @@ def load_best(job: Job, step: int | None = None) -> bool:
     if not path.exists():
         return False
     tensors, metadata = read_safetensors(path)
-    require_run(metadata.get(RUN_KEY), job.identity, path)
+    require_run(metadata.get(RUN_KEY), job.run.identity, path)
     if step is not None and metadata.get("step") != str(step):
         raise ArtefactError(
             f"the best values are of step {metadata.get('step')}, the run's best step is {step}",

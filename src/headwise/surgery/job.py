@@ -32,6 +32,7 @@ from headwise.ranks import each_writes
 from headwise.surgery.recipe import Recipe, Saving
 from headwise.surgery.run_state import MassMap
 from headwise.surgery.slice_training import Master, training_slices, write_masters
+from headwise.surgery.values import RunSettings
 from headwise.texts.batches import Batch
 from headwise.texts.corpus import Corpus
 
@@ -51,6 +52,7 @@ class Held:
 
     blocks: tuple[Batch, ...] = field(repr=False)
     hidden: tuple[Tensor, ...] = field(repr=False)
+    documents: tuple[str, ...] = field(default=(), repr=False)  # hashes of what is kept
 
 
 def hold(model: PreTrainedModel, blocks: Sequence[Batch]) -> Held:
@@ -65,28 +67,23 @@ def hold(model: PreTrainedModel, blocks: Sequence[Batch]) -> Held:
 
 @dataclass(frozen=True)
 class Job:
-    """What a run trains, on what, and how."""
+    """A run under way: what is trained, on which model and corpus, and where it is saved."""
 
     model: PreTrainedModel = field(repr=False)
-    masters: tuple[Master, ...] = field(repr=False)
-    trained: tuple[torch.nn.Parameter, ...] = field(repr=False)  # the masters' values, or LoRA's
+    run: RunSettings
     corpus: Corpus
-    recipe: Recipe
-    seed: int
-    lowest: int  # the lowest layer with a trained weight
     out: Path
+    masters: tuple[Master, ...] = field(default=(), repr=False)
+    trained: tuple[torch.nn.Parameter, ...] = field(default=(), repr=False)  # or LoRA's factors
     track: Tracker | None = None
     before: MassMap | None = None  # first-token mass on the probe before the operation
-    title: str = "training"  # what progress calls it
     held: Held | None = None  # other text, on which the model shall say what stock says
-    identity: str = ""  # of the run: its files carry it
-    saving: Saving | None = None  # None: what the recipe says, `auto` being no
 
     @property
     def saves(self) -> Saving:
-        """What is done to save memory and time."""
-        above = len(layers_of(self.model)) - self.lowest
-        return self.saving or told_saving(self.recipe, Saving(), above)
+        """What is done to save memory and time; before it is chosen, `auto` in a recipe is no."""
+        above = len(layers_of(self.model)) - self.run.lowest
+        return self.run.saving or saving_of(self.run.recipe, Saving(), above)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -94,8 +91,9 @@ class Job:
         with contextlib.ExitStack() as stack:
             if self.masters:
                 stack.enter_context(training_slices(self.model, list(self.masters)))
-            stop = self.lowest + self.saves.recomputed
-            stack.enter_context(checkpointed(self.model, self.lowest, stop))
+            lowest = self.run.lowest
+            stop = lowest + self.saves.recomputed
+            stack.enter_context(checkpointed(self.model, lowest, stop))
             stack.enter_context(fused_gelu(self.model))
             stack.enter_context(tapped(self.model))
             yield
@@ -116,34 +114,26 @@ _OF_WEIGHTS = 1 / 3  # activations up to this share of the weights are in propor
 _OF_FREE = 1 / 2  # of the free memory, or of the free disk
 
 
-@dataclass(frozen=True)
-class Choice:
-    """How a run saves, and why, in one line."""
-
-    saving: Saving
-    reason: str
-
-
-def told_saving(recipe: Recipe, found: Saving, above: int) -> Saving:
-    """What the recipe says, and what was `found` where it says `auto`; `above` layers train."""
+def saving_of(recipe: Recipe, chosen: Saving, above: int) -> Saving:
+    """What the recipe says, and what was `chosen` where it says `auto`; `above` layers train."""
     asked, cached = recipe.checkpoint_layers, recipe.cache_prefix
-    recomputed = found.recomputed if asked == "auto" else above if asked else 0
-    return Saving(recomputed, found.cached if cached == "auto" else cached)
+    recomputed = chosen.recomputed if asked == "auto" else above if asked else 0
+    return Saving(recomputed, chosen.cached if cached == "auto" else cached)
 
 
 def choose_saving(
     model: PreTrainedModel, recipe: Recipe, corpus: Corpus, lowest: int, out: Path
-) -> Choice:
-    """From free memory and disk, from how often a block is seen, and from the layers below."""
+) -> tuple[Saving, str]:
+    """How a run saves, by free memory and disk and how often a block is seen; and why."""
     above = len(layers_of(model)) - lowest
     recomputed, memory = _recomputed(model, recipe, corpus, lowest)
     cached, disk = _cached(model, recipe, corpus, lowest, out)
-    saving = told_saving(recipe, Saving(recomputed, cached), above)
+    saving = saving_of(recipe, Saving(recomputed, cached), above)
     if recipe.checkpoint_layers != "auto":
         memory = "as the recipe says"
     if recipe.cache_prefix != "auto":
         disk = "as the recipe says"
-    return Choice(
+    return (
         saving,
         f"saving: {saving.recomputed} of {above} trained layers are run twice ({memory}); the "
         f"{lowest} below are {'kept on disk' if saving.cached else 'run each time'} ({disk})",
@@ -218,16 +208,16 @@ def _cached(
 def last_hidden(job: Job, batch: Batch, part: list[tuple[int, Batch]]) -> Tensor:
     """Last hidden states of the numbered blocks in `part`, which are joined in `batch`."""
     ids = batch.ids.to(device_of(job.model))
-    if not (job.saves.cached and job.lowest > 0):
+    if not (job.saves.cached and job.run.lowest > 0):
         last: Tensor = backbone_of(job.model)(input_ids=ids, use_cache=False).last_hidden_state
         return last
     folder = job.out / PREFIX
     stored = [
-        _prefix(job.model, job.lowest, folder / f"{n}.safetensors", block) for n, block in part
+        _prefix(job.model, job.run.lowest, folder / f"{n}.safetensors", block) for n, block in part
     ]
     padded = [F.pad(hidden, (0, 0, 0, ids.shape[1] - hidden.shape[1])) for hidden in stored]
     start = torch.cat(padded).to(ids.device, job.model.dtype)
-    return run_from(job.model, ids, job.lowest, start)
+    return run_from(job.model, ids, job.run.lowest, start)
 
 
 def _prefix(model: PreTrainedModel, lowest: int, path: Path, block: Batch) -> Tensor:

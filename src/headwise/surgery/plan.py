@@ -69,6 +69,11 @@ class PlannedModel(BaseModel):
         return body if self.layers else {k: v for k, v in body.items() if k != "layers"}
 
 
+def planned_model(model: ModelInfo) -> PlannedModel:
+    """What a plan says of the model that it is for."""
+    return PlannedModel(**{key: getattr(model, key) for key in PlannedModel.model_fields})
+
+
 class PlanSummary(BaseModel):
     """Exact weight counts, memory and, for GQA, what happens to shared keys and values."""
 
@@ -227,7 +232,7 @@ def make_plan(
         raise SelectionError("both heads and a preset are given", fix="choose one of them")
     selection = heads or preset_selection(diagnosis, preset, column)
     model = diagnosis.model
-    planned = PlannedModel(**{key: getattr(model, key) for key in PlannedModel.model_fields})
+    planned = planned_model(model)
     shape, sets = planned.shape, source.head_sets()
     if model.positions != "alibi":
         _refuse_band(selection, model)

@@ -16,9 +16,6 @@ from headwise.settings import changed, read_yaml, validated
 MOST_STEPS = 10**9  # of anything that is counted: more is a slip of the hand
 
 
-Choice = bool | Literal["auto"]
-
-
 @dataclass(frozen=True)
 class Saving:
     """How a run saves memory and time; it changes no bit of the patch, so machines may differ."""
@@ -41,8 +38,8 @@ class Recipe(BaseModel):
     accumulation: int = Field(default=8, ge=1, le=MOST_STEPS)  # forward passes a step
     clip: float = Field(default=1.0, gt=0)
     block: int = Field(default=512, ge=8, le=MOST_STEPS)  # tokens a block
-    checkpoint_layers: Choice = "auto"  # recompute activations in the backward pass
-    cache_prefix: Choice = "auto"  # keep the frozen layers' outputs on disk over epochs
+    checkpoint_layers: bool | Literal["auto"] = "auto"  # recompute activations, to save memory
+    cache_prefix: bool | Literal["auto"] = "auto"  # keep the frozen layers' outputs on disk
     validate_every: int = Field(default=50, ge=1)
     validation_blocks: int = Field(default=32, ge=0)  # 0: no validation, no early stopping
     patience: int = Field(default=6, ge=1)  # validations without a better loss before stopping

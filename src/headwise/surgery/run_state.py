@@ -85,6 +85,29 @@ class RunState:
         """The validations so far."""
         return [row for row in self.rows if isinstance(row, Validation)]
 
+    @staticmethod
+    def of_finished(run: Path, steps: int) -> RunState:
+        """As a finished run left it, from its rows; `steps` were asked for."""
+        state = RunState(rows=read_trace(run), maps=read_maps(run))
+        state.step = sum(isinstance(row, TrainStep) for row in state.rows)
+        for row in state.validations:
+            state.note(row)
+        if state.validations and state.step < steps:
+            state.stop()
+        return state
+
+    def note(self, row: Validation) -> bool:
+        """Count a validation; True if it is the best so far."""
+        better = row.loss < self.best_loss
+        if better:
+            self.best_loss, self.best_step = row.loss, row.step
+        self.stale = 0 if better else self.stale + 1
+        return better
+
+    def stop(self) -> None:
+        """Training ends early: validation no longer improves."""
+        self.stopped = f"no better validation loss in {self.stale} validations"
+
     def write_rows(self, out: Path, run: str = "") -> None:
         """Write the trace and the maps so far, each row with the identity of its run."""
         write_text(out / TRACE, _lines(self.rows, run))

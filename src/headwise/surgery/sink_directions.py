@@ -8,7 +8,7 @@ over t keeps the slow pairs and loses the fast ones), and through the norm where
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,6 +62,19 @@ def measure_directions(
             with _watched(model, sums, block):
                 backbone_of(model)(input_ids=block.ids.to(device_of(model)), use_cache=False)
     return {layer: found.directions() for layer, found in sums.items()}
+
+
+def with_directions(
+    known: Mapping[int, LayerDirections],
+    model: PreTrainedModel,
+    blocks: Sequence[Batch],
+    layers: Sequence[int],
+) -> dict[int, LayerDirections]:
+    """The known directions, and those of the layers that are missing among them.
+
+    A layer's directions have the same bits whichever layers are measured with it.
+    """
+    return {**known, **measure_directions(model, blocks, sorted(set(layers) - set(known)))}
 
 
 @contextmanager

@@ -42,14 +42,14 @@ from headwise.surgery.run_state import RunState, StepMap, TrainStep, Validation
 from headwise.texts.batches import Batch, join_batches
 from headwise.texts.corpus import Corpus, block_at
 
-Work = Callable[[], float]  # runs one backward pass and returns its part of the loss
+BackwardPass = Callable[[], float]  # adds to the gradients and returns its part of the loss
 
 
 def train(job: Job, *, resume: bool = False, progress: Progress = silent) -> RunState:
     """Train until the recipe's steps are done or validation stops improving."""
     # what ran before must not reach a checkpoint's bytes
     with torch.random.fork_rng(devices=[]), _stopping() as asked:
-        torch.manual_seed(job.seed)
+        torch.manual_seed(job.run.seed)
         return _train(job, resume, progress, asked)
 
 
@@ -80,12 +80,12 @@ def _stopping() -> Iterator[list[int]]:
 
 
 def _train(job: Job, resume: bool, progress: Progress, asked: list[int]) -> RunState:
-    recipe = job.recipe
+    recipe = job.run.recipe
     optimizer = make_optimizer(job)
     state = restore_checkpoint(job, optimizer, progress) if resume else fresh_state(job)
     job.write()
     if recipe.steps:
-        progress(job.title, state.step, recipe.steps, "")
+        progress(job.run.name, state.step, recipe.steps, "")
     while state.step < recipe.steps:
         if state.step % recipe.validate_every == 0:
             _validate(job, state)
@@ -102,7 +102,7 @@ def _train(job: Job, resume: bool, progress: Progress, asked: list[int]) -> RunS
             save_checkpoint(job, state, optimizer)
         if asked:
             raise KeyboardInterrupt
-        progress(job.title, state.step, recipe.steps, f"loss {row.loss:.4f}")
+        progress(job.run.name, state.step, recipe.steps, f"loss {row.loss:.4f}")
     if not state.stopped:
         _validate(job, state)
     _map(job, state)
@@ -113,12 +113,12 @@ def _train(job: Job, resume: bool, progress: Progress, asked: list[int]) -> RunS
 def _step(job: Job, optimizer: torch.optim.Optimizer, step: int) -> TrainStep:
     """One optimizer step: the mean loss over the predicted tokens of all its blocks."""
     started = time.perf_counter()
-    blocks = step_blocks(job.corpus, job.recipe, job.seed, step)
+    blocks = step_blocks(job.corpus, job.run.recipe, job.run.seed, step)
     tokens = sum(int((block.lengths - 1).sum()) for _, block in blocks)
     loss = backward_step(job, blocks, tokens)
     if job.held is not None:
         _backward_held(job, job.held, step)
-    rate = learning_rate(job.recipe, step)
+    rate = learning_rate(job.run.recipe, step)
     norm = optimizer_step(job, optimizer, rate, apply=math.isfinite(loss))
     speed = round(tokens / (time.perf_counter() - started), 1)
     return TrainStep(step, loss, rate, norm, tokens, speed)
@@ -126,7 +126,7 @@ def _step(job: Job, optimizer: torch.optim.Optimizer, step: int) -> TrainStep:
 
 def make_optimizer(job: Job) -> torch.optim.Optimizer:
     """AdamW over what is trained: its moments exist for the slices only."""
-    recipe = job.recipe
+    recipe = job.run.recipe
     return torch.optim.AdamW(job.trained, lr=recipe.lr, weight_decay=recipe.weight_decay)
 
 
@@ -134,7 +134,7 @@ def optimizer_step(
     job: Job, optimizer: torch.optim.Optimizer, rate: float, *, apply: bool
 ) -> float:
     """Clip, step and write the masters into the model; a gradient that is no number is dropped."""
-    norm = float(torch.nn.utils.clip_grad_norm_(job.trained, job.recipe.clip))
+    norm = float(torch.nn.utils.clip_grad_norm_(job.trained, job.run.recipe.clip))
     for group in optimizer.param_groups:
         group["lr"] = rate
     if apply and math.isfinite(norm):
@@ -146,11 +146,11 @@ def optimizer_step(
 
 def backward_step(job: Job, blocks: list[tuple[int, Batch]], tokens: int) -> float:
     """Gradients of the mean loss over all micro-batches of a step; returns that loss."""
-    size = job.recipe.batch_size
+    size = job.run.recipe.batch_size
     parts = [blocks[start : start + size] for start in range(0, len(blocks), size)]
     with job.forward():
-        work = [partial(_backward_part, job, part, tokens) for part in parts]
-        return sum_gradients(job.trained, work)
+        passes = [partial(_backward_part, job, part, tokens) for part in parts]
+        return sum_gradients(job.trained, passes)
 
 
 def _backward_part(job: Job, part: list[tuple[int, Batch]], tokens: int) -> float:
@@ -164,8 +164,8 @@ def _backward_part(job: Job, part: list[tuple[int, Batch]], tokens: int) -> floa
 
 def _backward_held(job: Job, held: Held, step: int) -> None:
     """Add the gradients of the weighted KL to stock on this step's blocks of kept text."""
-    count = job.recipe.hold_blocks
-    places = [block_at(len(held.blocks), job.seed, step * count + i) for i in range(count)]
+    count = job.run.recipe.hold_blocks
+    places = [block_at(len(held.blocks), job.run.seed, step * count + i) for i in range(count)]
     with job.forward():
         sum_gradients(job.trained, [partial(_backward_apart, job, held, n) for n in places])
 
@@ -175,35 +175,35 @@ def _backward_apart(job: Job, held: Held, number: int) -> float:
     ids = block.ids.to(device_of(job.model))
     hidden = backbone_of(job.model)(input_ids=ids, use_cache=False).last_hidden_state
     apart = divergence(job.model, hidden, held.hidden[number], block.lengths)
-    (apart * (job.recipe.hold_weight / job.recipe.hold_blocks)).backward()
+    (apart * (job.run.recipe.hold_weight / job.run.recipe.hold_blocks)).backward()
     return float(apart.detach())
 
 
-def sum_gradients(parameters: Sequence[nn.Parameter], work: Sequence[Work]) -> float:
+def sum_gradients(parameters: Sequence[nn.Parameter], passes: Sequence[BackwardPass]) -> float:
     """Add all backward passes to what is in `.grad`; returns the sum of their losses."""
     if place().world == 1:
-        return sum(one() for one in work)
+        return sum(one() for one in passes)
     total = 0.0
     sums = [parameter.grad for parameter in parameters]
-    for losses, passes in _rounds(parameters, work):
+    for losses, gathered in _rounds(parameters, passes):
         total = sum(losses, total)
-        for gradients in passes:
+        for gradients in gathered:
             for i, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
                 own, before = gradient.view_as(parameter).to(parameter.device), sums[i]
                 sums[i] = own if before is None else before.add_(own)
-    for parameter, found in zip(parameters, sums, strict=True):
-        parameter.grad = found
+    for parameter, total_gradient in zip(parameters, sums, strict=True):
+        parameter.grad = total_gradient
     return total
 
 
 def _rounds(
-    parameters: Sequence[nn.Parameter], work: Sequence[Work]
+    parameters: Sequence[nn.Parameter], passes: Sequence[BackwardPass]
 ) -> Iterator[tuple[list[float], list[Sequence[Tensor]]]]:
     """Rounds of one micro-batch a process: their losses, and their gradients, in order."""
     world = place().world
     sizes = [parameter.numel() for parameter in parameters]
-    for start in range(0, len(work), world):
-        chosen = work[start : start + world]
+    for start in range(0, len(passes), world):
+        chosen = passes[start : start + world]
         for parameter in parameters:
             parameter.grad = None
         losses = [loss for _, loss in shared_out(lambda one: one(), chosen)]
@@ -232,20 +232,17 @@ def _map(job: Job, state: RunState) -> None:
 
 def _validate(job: Job, state: RunState) -> None:
     """Validation loss now; keeps the best slices, counts patience, says when to stop."""
-    blocks = job.corpus.validation[: job.recipe.validation_blocks]
+    blocks = job.corpus.validation[: job.run.recipe.validation_blocks]
     done = any(row.step == state.step for row in state.validations[-1:])
     if not blocks or done:
         return
     row = Validation(state.step, mean_loss(job.model, blocks))
     state.rows.append(row)
     job.tell(row.to_json(), state.step)
-    if row.loss < state.best_loss:
-        state.best_loss, state.best_step, state.stale = row.loss, state.step, 0
+    if state.note(row):
         save_best(job, state.step)
-    else:
-        state.stale += 1
-        if state.stale >= job.recipe.patience:
-            state.stopped = f"no better validation loss in {state.stale} validations"
+    elif state.stale >= job.run.recipe.patience:
+        state.stop()
 
 
 def _require_number(job: Job, row: TrainStep) -> None:

@@ -33,7 +33,7 @@ from headwise.surgery.sink_directions import LayerDirections
 from headwise.surgery.treatments import Dose, Prescription, treated_slices, treatment_named
 from headwise.texts.batches import Batch, join_batches
 from headwise.texts.corpus import spread_blocks
-from headwise.therapy.record import Tried
+from headwise.therapy.values import Tried
 
 SEARCHED = ("release", "centre")
 REGROWN = ("release+regrow", "centre+regrow")  # searched too where values or outputs decayed

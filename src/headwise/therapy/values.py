@@ -1,4 +1,4 @@
-"""What a therapy decided and why, as `therapy.json` keeps it: a value without torch."""
+"""What auto decided and why, as `therapy.json` keeps it: a value without torch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from headwise.artefacts import load_artefact, save_artefact
 from headwise.diagnosis.triage_values import TRIAGE_CLASSES
 from headwise.frames import frame
 from headwise.intervals import Interval
+from headwise.surgery.plan import SurgeryPlan
 from headwise.values import from_plain, plain_fields, to_plain
 
 if TYPE_CHECKING:
@@ -33,15 +34,14 @@ class Tried:
 
 @dataclass(frozen=True)
 class Therapy:
-    """The choice per head, and whether the repaired model is better than stock.
+    """The plan that auto wrote, and whether the repaired model is better than stock.
 
     `better` is None until the patch was judged; `change` is the loss of the repaired model minus
     stock on validation text, with its 95% interval over documents.
     """
 
-    asked: Mapping[str, object] = field(repr=False)  # plan, recipe, seed and corpus, as JSON
-    treatments: Mapping[str, str]  # head: treatment
-    doses: Mapping[str, float]  # head: amount
+    asked: str  # identity of the settings for which the plan was written
+    plan: SurgeryPlan = field(repr=False)  # treatment and dose by head; no targets: treat none
     left_alone: tuple[str, ...]
     classes: Mapping[str, str]  # head: what triage on training text found
     tried: tuple[Tried, ...] = field(repr=False)
@@ -51,9 +51,16 @@ class Therapy:
     untriaged: tuple[str, ...] = ()  # of many heads those with least hope to first order
 
     @property
+    def treatments(self) -> dict[str, str]:
+        """The treatment of each head that gets one."""
+        given = self.plan.treatments.items()
+        named = {str(head): name for name, heads in given for head in self.plan.heads_of(heads)}
+        return {str(head): named[str(head)] for head in self.plan.target_heads}
+
+    @property
     def sentence(self) -> str:
         """What the therapy found, for the terminal and the report."""
-        if not self.treatments:
+        if not self.plan.targets:
             found = f" ({self.found})" if self.found else ""
             return f"no head gains by a treatment{found}: leaving the model alone is best"
         if self.change is None or self.better is None:
@@ -66,7 +73,7 @@ class Therapy:
 
     @property
     def _treated(self) -> str:
-        count = len(self.treatments)
+        count = len(self.plan.target_heads)
         return f"{count} head{'s' * (count != 1)} treated"
 
     @property

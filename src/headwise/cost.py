@@ -24,6 +24,8 @@ from headwise.progress import Work
 MOST_HOURS = 24.0
 _PROBE = 128  # tokens
 _CHUNK = 256  # rows of logits alive at once
+_PRODUCT, _PRODUCTS = 768, 12  # width of a matrix product that tells the speed, and how many
+_EFFICIENCY = 0.5  # of the speed of a large matrix product, over a whole training step
 _FLOAT = 4  # bytes
 _DISK = 45e6  # bytes a second: sorting, compressing and sealing Parquet, measured on one core
 _TRAINED = 4 * _FLOAT  # master, gradient and two moments
@@ -81,6 +83,21 @@ def seconds_per_token(model: PreTrainedModel) -> float:
             model(input_ids=ids, use_cache=False)
         taken = time.perf_counter() - start
     return taken / length
+
+
+def assumed_seconds_per_token(parameters: int) -> float:
+    """Of a forward pass of a model that is not loaded: 2 operations a weight and token.
+
+    Divided by what this machine does on a matrix product: within a factor of two on a CPU.
+    """
+    left, right = torch.rand(2, _PRODUCT, _PRODUCT)
+    times = []
+    for _ in range(_PRODUCTS):
+        start = time.perf_counter()
+        left @ right
+        times.append(time.perf_counter() - start)
+    operations_a_second = 2 * _PRODUCT**3 / sorted(times)[_PRODUCTS // 2]
+    return 2 * parameters / (_EFFICIENCY * operations_a_second)
 
 
 def _streamed_seconds_per_token(model: PreTrainedModel) -> float:

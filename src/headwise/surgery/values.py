@@ -1,19 +1,20 @@
-"""What a run was asked to do: the content of `run.json`, written and read here alone."""
+"""What a run was asked to do and what came of it: `run.json`, written and read here alone."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from headwise.alarms import Alarm
 from headwise.artefacts import content_hash, load_artefact, save_artefact, to_json, versions
 from headwise.errors import ArtefactError
-from headwise.surgery.modes import Mode
 from headwise.surgery.plan import SurgeryPlan
 from headwise.surgery.recipe import Recipe, Saving
 from headwise.surgery.run_state import RUN
+from headwise.surgery.settings import AUTO, Mode, RepairRequest
 from headwise.texts.corpus_info import CorpusInfo
 from headwise.values import Finite, from_plain, plain_fields
 
@@ -23,26 +24,23 @@ Outcome = Literal["", "trained", "sham", "unchanged", "empty"]  # of the patch; 
 PATCH = "patch.safetensors"
 
 
-_DECISIVE = ("model", "plan", "recipe", "mode", "seed", "corpus", "kept")
-_CHOSEN = ("checkpoint_layers", "cache_prefix")  # of a recipe; `auto` was False before it existed
+_CHOSEN = ("checkpoint_layers", "cache_prefix")
 _DIGITS = 16  # of a run's identity
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Model, plan, recipe, mode, seed and corpus of one run, and whether it is finished."""
+    """The request, what was made of it on this machine, and the outcome once it is finished."""
 
+    request: RepairRequest
     model: str
     fingerprint: str  # of the weights that were operated on
-    plan: SurgeryPlan = field(repr=False)
-    recipe: Recipe = field(repr=False)
-    mode: Mode
-    seed: int
+    plan: SurgeryPlan = field(repr=False)  # as carried out: treated, drawn, or written by auto
+    recipe: Recipe = field(repr=False)  # as carried out: fitted, without steps if none are trained
     corpus: CorpusInfo = field(repr=False)
     threads: int = 0  # 0: an older run did not say
     versions: Mapping[str, str] = field(default_factory=versions, repr=False)
     finished: bool = False
-    kept: str = ""  # hash of the text on which the model was held to stock
     patch: str = ""  # hash of what its slices became, once finished
     outcome: Outcome = ""  # sham: the best validated state was the untrained operation
     stock_loss: Finite | None = None  # on the validation text, before the operation
@@ -52,17 +50,29 @@ class RunSettings:
     saving: Saving | None = None  # as it was chosen at the start; None: an older run did not say
 
     @property
+    def mode(self) -> Mode:
+        """Surgery, or the control that it was."""
+        return self.request.mode
+
+    @property
+    def seed(self) -> int:
+        """Of data order and random heads."""
+        return self.request.seed
+
+    @cached_property
     def identity(self) -> str:
         """A hash of what decides the run: its checkpoints, trace and maps carry it."""
         return content_hash([to_json(self.decisive)])[:_DIGITS]
 
     @property
     def name(self) -> str:
-        """What a person calls the run: the treatment, if all heads got the same, else its mode."""
+        """What a person calls the run: auto, the treatment if all heads got the same, its mode."""
+        if self.request.auto:
+            return AUTO
         given = list(self.plan.treatments)
         return given[0] if self.mode == "surgery" and len(given) == 1 else self.mode
 
-    @property
+    @cached_property
     def lowest(self) -> int:
         """The lowest layer with a head to train: nothing below can change."""
         return min(head.layer for head in self.plan.target_heads)
@@ -70,9 +80,18 @@ class RunSettings:
     @property
     def decisive(self) -> dict[str, object]:
         """What must be the same in a run that goes on."""
-        body = self.to_json()
-        chosen = {key: False for key in _CHOSEN if body["recipe"][key] == "auto"}  # as once
-        return {key: body[key] for key in _DECISIVE} | {"recipe": {**body["recipe"], **chosen}}
+        recipe = self.recipe.model_dump(mode="json")
+        # `auto` was False before it existed, and the identity of a run shall not change with it
+        recipe |= {key: False for key in _CHOSEN if recipe[key] == "auto"}
+        return {
+            "model": {"id": self.model, "fingerprint": self.fingerprint},
+            "plan": self.plan.model_dump(mode="json"),
+            "recipe": recipe,
+            "mode": self.mode,
+            "seed": self.seed,
+            "corpus": plain_fields(self.corpus),
+            "kept": self.request.kept,
+        }
 
     def to_json(self) -> dict[str, Any]:
         """The body of `run.json`."""
@@ -93,6 +112,8 @@ class RunSettings:
         model, provenance = body.pop("model", None), body.pop("provenance", None)
         if not isinstance(model, dict) or not isinstance(provenance, dict):
             raise ArtefactError("no model or provenance in the settings of a run", where=path)
+        if "request" not in body:  # an older run told its mode and seed alone
+            body["request"] = {key: body[key] for key in ("mode", "seed") if key in body}
         whole = {**body, **provenance, "model": model.get("id")}
         return from_plain(RunSettings, {**whole, "fingerprint": model.get("fingerprint")}, path)
 
@@ -123,12 +144,19 @@ def is_finished(asked: RunSettings, run: Path, *, resume: bool) -> bool:
             "there is a run here already", where=run, fix="add --resume, or choose another --out"
         )
     before = RunSettings.load(run)
-    old, new = before.decisive, asked.decisive
-    for key in _DECISIVE:
-        if old[key] != new[key]:
+    old, new = _compared(before), _compared(asked)
+    for key, value in new.items():
+        if old[key] != value:
             raise ArtefactError(
                 f"cannot resume: {key} differs from the run that was started here",
                 where=run,
                 fix="use the same settings, or choose another --out",
             )
     return before.finished and (run / PATCH).exists()
+
+
+def _compared(settings: RunSettings) -> dict[str, object]:
+    """What decides a run; of auto, which writes its own plan, the plan that it was given."""
+    given = settings.request.plan if settings.request.auto else settings.plan
+    plan = None if given is None else given.model_dump(mode="json")
+    return {**settings.decisive, "plan": plan, "treatment": settings.request.auto}

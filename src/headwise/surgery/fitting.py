@@ -1,0 +1,73 @@
+"""Which recipe a request means for a model and a corpus: one answer for library, verb and study."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedModel
+
+from headwise.models.architectures import max_positions
+from headwise.models.loaded_model import LoadedModel
+from headwise.settings import changed
+from headwise.surgery.recipe import (
+    Recipe,
+    fit_corpus,
+    fit_positions,
+    fitted_recipe,
+    known_recipe,
+)
+from headwise.surgery.settings import TRAINED, RepairRequest
+from headwise.texts.corpus import Corpus, build_corpus
+from headwise.texts.text_sets import TextSet, as_text_set, default_corpus
+
+
+def first_recipe(name: str, model: PreTrainedModel, request: RepairRequest) -> Recipe:
+    """The named recipe, the model's own, or one that fits its width; then the changes.
+
+    One that is fitted still gets its steps and batch from the corpus, in `fit_request`.
+    """
+    width = int(model.config.get_text_config().hidden_size)
+    positions = max_positions(model)
+    start = _given(name, request) or fitted_recipe(
+        width, positions, model.num_parameters(), request.treatment
+    )
+    return fit_positions(changed(start, **request.changes), positions)
+
+
+def _given(name: str, request: RepairRequest) -> Recipe | None:
+    """A recipe that somebody chose, which no corpus changes."""
+    return request.recipe or known_recipe(name)
+
+
+def fit_request(
+    loaded: LoadedModel,
+    request: RepairRequest,
+    corpus: TextSet | Corpus | Sequence[str] | None,
+    excluded: Sequence[str] = (),
+) -> tuple[Recipe, Corpus]:
+    """The recipe of a run, and the corpus in its blocks without the `excluded` texts."""
+    recipe = first_recipe(loaded.id, loaded.model, request)
+    fitted = _given(loaded.id, request) is None
+    # a fitted batch follows from the tokens, so the corpus need not fill the one of the start
+    smallest = changed(recipe, batch_size=1, accumulation=1) if fitted else recipe
+    blocks = corpus if isinstance(corpus, Corpus) else _cut(loaded, corpus, smallest, excluded)
+    if fitted:
+        recipe = changed(fit_corpus(recipe, blocks.info.train_tokens), **request.changes)
+        recipe = fit_positions(recipe, loaded.max_positions)
+    return (recipe if request.mode in TRAINED else changed(recipe, steps=0)), blocks
+
+
+def _cut(
+    loaded: LoadedModel,
+    texts: TextSet | Sequence[str] | None,
+    recipe: Recipe,
+    excluded: Sequence[str],
+) -> Corpus:
+    return build_corpus(
+        default_corpus(loaded.id) if texts is None else as_text_set(texts, loaded.id),
+        loaded.tokenizer,
+        block=recipe.block,
+        batch_tokens=recipe.batch_tokens,
+        excluded=excluded,
+        first_token=loaded.first_token,
+    )
