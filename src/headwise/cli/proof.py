@@ -97,12 +97,11 @@ def complete(
     from headwise.proof.completions import complete as run
     from headwise.proof.view import completions_table
 
-    named = _named_patches(patches)
     chosen = None if prompts is None else read_prompts(prompts)
     loaded = load_reader(model, loading, quiet=quiet, bos=bos)
     with resumable("nothing was written"), progress_bars(quiet) as progress:
         found = run(
-            loaded, chosen, sampling, patches=named, batch_size=batch_size, progress=progress
+            loaded, chosen, sampling, patches=patches, batch_size=batch_size, progress=progress
         )
     print_tables([completions_table(found)], quiet)
     _show_some(found, quiet)
@@ -120,14 +119,6 @@ def _show_some(found: Completions, quiet: bool) -> None:
         for name, rows in found.conditions.items():
             text = " ".join(rows[number].text.split())
             screen.print(f"  {name}: {text}"[:80], style="dim", markup=False)
-
-
-def _named_patches(paths: Sequence[Path]) -> dict[str, list[Path]]:
-    """A condition for each patch, called by its run directory."""
-    names = [path.parent.name or path.stem for path in paths]
-    if len({"stock", *names}) < len(names) + 1:
-        raise typer.BadParameter(f"conditions need different names, these are {', '.join(names)}")
-    return {name: [path] for name, path in zip(names, paths, strict=True)}
 
 
 @verb(

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headwise.artefacts import content_hash
+from headwise.errors import SettingsError
 from headwise.models.architectures import architecture_of, device_of
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.patch import Patch, applied
@@ -38,17 +39,18 @@ def complete(
     prompts: Sequence[Prompt] | None = None,
     sampling: Sampling | None = None,
     *,
-    patches: Mapping[str, Sequence[Patch | Path]] | None = None,
+    patches: Mapping[str, Sequence[Patch | Path]] | Sequence[Path] = (),
     batch_size: int = 10,
     bos: bool | None = None,
     progress: Progress = silent,
 ) -> Completions:
     """Complete prompts (default: the bundled ones) with the stock model and with patches.
 
-    `patches` names conditions and what each applies, in order.
-    The model is left as it was.
+    `patches` names conditions and what each applies, in order; paths alone are a condition each,
+    called by its run directory. The model is left as it was.
     """
-    named = {name: _read(found) for name, found in {"stock": (), **(patches or {})}.items()}
+    conditioned = patches if isinstance(patches, Mapping) else _by_run(patches)
+    named = {name: _read(files) for name, files in {"stock": (), **conditioned}.items()}
     trained = [(patch.info.bos, "the patch") for read in named.values() for patch in read]
     loaded = loaded.reading(bos, *trained, progress=progress)
     chosen = bundled_prompts() if prompts is None else list(prompts)
@@ -61,6 +63,16 @@ def complete(
                 loaded, chosen, how, batch_size=batch_size, progress=progress
             )
     return Completions(conditions, how, provenance)
+
+
+def _by_run(paths: Sequence[Path]) -> dict[str, list[Path]]:
+    names = [path.parent.name or path.stem for path in paths]
+    if len({"stock", *names}) < len(names) + 1:
+        raise SettingsError(
+            f"conditions need different names, these are {', '.join(names)}",
+            fix="give the run directories names of their own",
+        )
+    return {name: [path] for name, path in zip(names, paths, strict=True)}
 
 
 def _read(patches: Sequence[Patch | Path]) -> list[Patch]:

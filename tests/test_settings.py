@@ -1,0 +1,146 @@
+"""One settings value per verb: its fields are the library's keywords and the command's options."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Annotated, get_type_hints
+
+import pytest
+import typer
+from typing_extensions import Doc
+
+import headwise
+from headwise.cli import app, handover, heads, proof, study, triage, watch
+from headwise.cli.verbs import verb
+from headwise.models.settings import LoadSettings
+
+# What only a person at a terminal needs: where to write, what to print, which files to read.
+TERMINAL = {"model", "texts", "lines", "out", "quiet", "yes", "figures", "write_row"}
+TERMINAL |= {"dry_run", "init", "report"}
+# What only a program has: values in hand, and callbacks.
+PROGRAM = {"text_sets", "prompts", "budget", "progress", "joint", "stock", "directions"}
+PROGRAM |= {"measures", "rules"}
+LOADING = {field.name for field in fields(LoadSettings)} | {"bos", "stream"}
+
+VERBS = {
+    "diagnose": (heads.diagnose, headwise.diagnose),
+    "survey": (heads.survey, headwise.survey),
+    "check": (heads.check, headwise.check),
+    "plan": (heads.plan, headwise.make_plan),
+    "apply": (heads.apply, headwise.apply_patches),
+    "triage": (triage.triage, headwise.triage),
+    "evaluate": (proof.evaluate, headwise.evaluate),
+    "complete": (proof.complete, headwise.complete),
+    "capture": (proof.capture, headwise.capture),
+    "watch": (watch.watch, headwise.watch_checkpoints),
+    "study": (study.study, headwise.run_study),
+    "report": (study.report, headwise.write_report),
+    "export": (handover.export, headwise.export_peft),
+}
+# Arguments that have another name in the library, where they are values and not files.
+OTHERWISE = {
+    "plan": {"diagnosis": "source"},
+    "watch": {"checkpoints": "folder"},
+    "study": {"file": "study", "resume": None},
+    "export": {"peft": "out"},
+}
+
+
+def record_of(kind):
+    """The settings type that an annotation names, also if it may be None."""
+    found = [one for one in (kind, *getattr(kind, "__args__", ())) if is_dataclass(one)]
+    return found[0] if len(found) == 1 and found[0].__module__.endswith("settings") else None
+
+
+def keywords(function):
+    """Names and defaults, with settings values written out."""
+    names = {"LoadedModel": headwise.LoadedModel}  # where it is imported for types alone
+    kinds, found = get_type_hints(inspect.unwrap(function), localns=names), {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        record = record_of(kinds.get(name))
+        found |= written_out(record) if record else {name: parameter.default}
+    return found
+
+
+def written_out(record):
+    kinds, found = get_type_hints(record), {}
+    for field in fields(record):
+        inner = record_of(kinds[field.name])
+        found |= written_out(inner) if inner else {field.name: field.default}
+    return found
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_a_verbs_options_are_the_keywords_of_its_function_with_the_same_defaults(name):
+    command, function = (keywords(one) for one in VERBS[name])
+    command = {OTHERWISE.get(name, {}).get(key, key): value for key, value in command.items()}
+    command.pop(None, None)
+    asked = set(command) - TERMINAL - (LOADING - set(function))
+    taken = set(function) - TERMINAL - PROGRAM - (LOADING - set(command))
+    taken -= {next(iter(function))} - asked  # the model, or the source
+    assert asked - set(function) == set()
+    assert taken - set(command) == set()
+    missing = (MISSING, inspect.Parameter.empty)
+    for key in asked & taken:
+        if function[key] not in missing and command[key] not in missing:
+            assert command[key] == function[key], key
+
+
+def test_how_a_model_is_loaded_is_written_once():
+    taken = keywords(headwise.load_model)
+    assert set(taken) - {"name", "tokenizer"} == LOADING
+    for field in fields(LoadSettings):
+        assert taken[field.name] == field.default
+
+
+@dataclass(frozen=True)
+class Inner:
+    """Nested settings."""
+
+    depth: Annotated[float, Doc("How deep.")] = 0.5
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Settings of every kind of field."""
+
+    texts: Annotated[tuple[str, ...], Doc("Some.")] = ()
+    inner: Inner = Inner()
+    hidden: int = 3  # no Doc: not an option
+
+
+def test_settings_are_put_together_from_options(monkeypatch):
+    from typer.testing import CliRunner
+
+    own = typer.Typer()
+    monkeypatch.setattr("headwise.cli.verbs.app", own)
+    seen = []
+
+    @verb("Short.", example="ask")
+    def ask(settings: Asked, on: Annotated[bool, Doc("A switch.")] = False) -> None:
+        """Long."""
+        seen.append((settings, on))
+
+    run = CliRunner().invoke
+    assert run(own, []).exit_code == 0
+    assert run(own, ["--depth", "0.25", "--on"]).exit_code == 0
+    assert seen == [(Asked(), False), (Asked(inner=Inner(0.25)), True)]
+    assert run(own, ["--hidden", "4"]).exit_code == 2
+
+
+def test_a_wrong_value_is_refused_before_anything_is_loaded(monkeypatch):
+    from typer.testing import CliRunner
+
+    monkeypatch.setattr("headwise.cli.options.announce", lambda *_: pytest.fail("it loads"))
+    for words in (
+        ["diagnose", "m", "--sink", "2"],
+        ["diagnose", "m", "--dtype", "int3"],
+        ["capture", "m", "--buckets", "round:3"],
+        ["capture", "m", "--layout", "odd"],
+        ["evaluate", "m", "--max-texts", "1"],
+        ["plan", "d", "--init", "zero"],
+    ):
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code in (1, 2), words
+        assert "loading" not in done.output
