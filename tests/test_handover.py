@@ -13,11 +13,12 @@ from peft import PeftModel
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-import headwise
 from conftest import tiny_language_model
 from headwise.errors import HeadwiseError, ModelError
 from headwise.handover.adapter import export_peft, split_rank
+from headwise.handover.card import model_card
 from headwise.handover.merging import apply_patches
+from headwise.handover.push import push
 from headwise.handover.weight_files import RECORD, REPLACED
 from headwise.heads import Head
 from headwise.models.loading import load_model
@@ -261,14 +262,14 @@ def test_a_card_tells_what_was_done_with_controls_and_goes_to_a_folder(model_dir
     study = build_study(tmp_path / "study", seeds=(0,))
     copy = tmp_path / "model"
     folder_of(load_model(str(model_dir)).model, load_model(str(model_dir)).tokenizer, copy)
-    assert headwise.push(copy, str(tmp_path / "hub"), run=study) == str(tmp_path / "hub")
+    assert push(copy, str(tmp_path / "hub"), run=study) == str(tmp_path / "hub")
     card = (tmp_path / "hub" / "README.md").read_text()
     assert card.startswith("---\n")
     for words in ("## What was done", "| gradient-only |", "95% interval", "--undo"):
         assert words in card
     assert (tmp_path / "hub" / "config.json").exists()
     with pytest.raises(ModelError, match="no model and no adapter"):
-        headwise.push(study, str(tmp_path / "hub"))
+        push(study, str(tmp_path / "hub"))
 
 
 def test_a_run_without_evaluation_makes_no_claim(tmp_path):
@@ -276,7 +277,7 @@ def test_a_run_without_evaluation_makes_no_claim(tmp_path):
     run = study / "runs" / "sham-s0"
     for name in ("evaluation.json", "comparison.json", "diagnosis.json"):
         (run / name).unlink(missing_ok=True)
-    assert "No claim is made." in headwise.model_card(run)
+    assert "No claim is made." in model_card(run)
 
 
 def test_a_comparison_is_also_a_csv(tmp_path):

@@ -55,7 +55,10 @@ def record_of(kind):
 
 def keywords(function):
     """Names and defaults, with settings values written out."""
-    names = {"LoadedModel": headwise.LoadedModel}  # where it is imported for types alone
+    names = {
+        "LoadedModel": headwise.LoadedModel,
+        "TextSet": headwise.TextSet,
+    }
     kinds, found = get_type_hints(inspect.unwrap(function), localns=names), {}
     for name, parameter in inspect.signature(function).parameters.items():
         record = record_of(kinds.get(name))

@@ -31,13 +31,13 @@ from headwise.studies.arms import (
     stock_evaluation,
 )
 from headwise.studies.spread_runs import Workers, run_arms
-from headwise.studies.study import Study, started_study
+from headwise.studies.study import Study, load_study, started_study
 from headwise.studies.summary import summarise_study
 from headwise.workers import require_scheduler
 
 
 def run_study(
-    study: Study,
+    study: Study | str,
     *,
     out: Path | str,
     workers: int = 1,
@@ -45,12 +45,14 @@ def run_study(
     scheduler: str | None = None,
     progress: Progress = silent,
 ) -> Path:
-    """Run, or go on with, a study; returns its folder.
+    """Run, or go on with, a study (or the one of a file or a bundled name); returns its folder.
 
     With several `workers`, or on a Dask cluster, arms and seeds run side by side, to the same bytes
     as one after the other. This process alone holds the folder.
     """
     require_scheduler(backend, scheduler)
+    if isinstance(study, str):
+        study = load_study(study)
     with one_writer(Path(out)):
         return _run_study(study, Path(out), Workers(workers, backend, scheduler), progress)
 
