@@ -13,7 +13,7 @@ import yaml
 from typer.testing import CliRunner
 
 from conftest import tiny_language_model
-from headwise.artefacts import read_lines
+from headwise.artefacts import TEMPORARY, read_lines
 from headwise.cli import app
 from headwise.errors import (
     ArtefactError,
@@ -305,7 +305,7 @@ def test_a_full_disk_is_told_and_loses_nothing(
     assert weight_bits(subject) == stock_bits
     left = [path for path in (tmp_path / "full").rglob("*") if path.is_file()]
     assert len(left) == min(allowed, len(left))
-    assert not [path for path in left if path.suffix == ".tmp"]
+    assert not [path for path in left if path.suffix == TEMPORARY]
     monkeypatch.undo()
     again = run(subject, tokenizer, plan, tmp_path / "full", resume=True)  # with room again
     for name, part in whole.patch.slices.items():

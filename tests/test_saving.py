@@ -14,7 +14,7 @@ from headwise.errors import ArtefactError
 from headwise.models.architectures import layers_of
 from headwise.models.loaded_model import LoadedModel
 from headwise.surgery import job as jobs
-from headwise.surgery.job import _bytes_a_token, choose_saving
+from headwise.surgery.job import PREFIX, _bytes_a_token, choose_saving
 from headwise.surgery.recipe import Saving
 from headwise.surgery.training import train
 from headwise.surgery.values import RunSettings, is_finished
@@ -35,7 +35,7 @@ def test_no_way_of_saving_changes_a_bit_of_what_is_trained(tmp_path, name):
         with opened(model, plan, tmp_path / str(number), recipe=ALONE) as job:
             train(replace(job, run=replace(job.run, saving=saving)))
             found.append([master.value.detach().clone() for master in job.masters])
-        assert (tmp_path / str(number) / "prefix").exists() == saving.cached
+        assert (tmp_path / str(number) / PREFIX).exists() == saving.cached
     plain, *others = found
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(plain, other, strict=True))

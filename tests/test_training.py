@@ -198,7 +198,7 @@ def test_options_that_save_memory_or_time_do_not_change_the_gradients(model, tmp
             again, found = our_gradients(job)
             assert again == pytest.approx(loss, rel=1e-6)
             assert largest_error(found, expected) < 1e-6
-    assert (tmp_path / "prefix").exists() == (option == "cache_prefix")
+    assert (tmp_path / ".headwise-prefix").exists() == (option == "cache_prefix")
 
 
 @pytest.mark.parametrize("name", ["bloom", "llama"])

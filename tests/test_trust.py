@@ -384,6 +384,78 @@ def test_a_second_writer_is_refused_and_a_dead_one_is_not_waited_for(tmp_path):
     assert not (tmp_path / LOCK).exists()
 
 
+def test_a_lock_that_is_a_link_or_another_s_file_is_refused_and_left_alone(tmp_path):
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / LOCK).symlink_to(tmp_path / "precious")
+    with pytest.raises(ArtefactError, match="is a link"), one_writer(tmp_path):
+        pass
+    assert (tmp_path / "precious").read_text() == "mine"
+    (tmp_path / LOCK).unlink()
+    for foreign in ("a note", '["list"]', '{"pid": 3}'):
+        (tmp_path / LOCK).write_text(foreign)
+        with pytest.raises(ArtefactError, match="headwise did not write"), one_writer(tmp_path):
+            pass
+        assert (tmp_path / LOCK).read_text() == foreign
+    (tmp_path / LOCK).write_text("")  # a process that was killed before it told its number
+    with one_writer(tmp_path):
+        pass
+
+
+def test_a_sweep_removes_only_what_headwise_left_half_written(tmp_path):
+    from headwise.artefacts import TEMPORARY, sweep
+
+    (tmp_path / "deep").mkdir()
+    foreign = tmp_path / "deep" / ".editor.tmp"
+    foreign.write_text("another program's")
+    link = tmp_path / f".link.12345678{TEMPORARY}"
+    link.symlink_to(foreign)
+    ours = tmp_path / "deep" / f".run.json.ab_12345{TEMPORARY}"
+    ours.write_text("half")
+    sweep(tmp_path)
+    assert not ours.exists()
+    assert foreign.exists()
+    assert link.is_symlink()
+
+
+def test_only_own_files_of_a_folder_are_removed_and_a_link_is_refused(tmp_path):
+    from headwise.artefacts import own_folder, remove_files
+
+    mine, theirs = tmp_path / "cache", tmp_path / "theirs"
+    for folder in (mine, theirs):
+        folder.mkdir()
+        (folder / "0.safetensors").write_text("x")
+    (mine / "note.txt").write_text("a user's")
+    remove_files(mine, "*.safetensors")
+    assert [path.name for path in mine.iterdir()] == ["note.txt"]
+    (mine / "note.txt").unlink()
+    (mine / "1.safetensors").write_text("x")
+    remove_files(mine, "*.safetensors")
+    assert not mine.exists()
+    mine.symlink_to(theirs)
+    for use in (own_folder, lambda folder: remove_files(folder, "*.safetensors")):
+        with pytest.raises(ArtefactError, match="cache is a link"):
+            use(mine)
+    assert (theirs / "0.safetensors").exists()
+    remove_files(tmp_path / "nowhere", "*")
+
+
+def test_a_run_leaves_a_folder_called_prefix_and_linked_checkpoints_alone(tmp_path):
+    loaded = LoadedModel("tiny", tiny_language_model("llama"), tiny_tokenizer())
+    (tmp_path / "run" / "prefix").mkdir(parents=True)
+    (tmp_path / "run" / "prefix" / "thesis.txt").write_text("years of work")
+    given = (plan_for(loaded.model), random_corpus(), TINY_RECIPE)
+    repair_run(loaded, *given, out=tmp_path / "run")
+    assert (tmp_path / "run" / "prefix" / "thesis.txt").read_text() == "years of work"
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "step-0000001.safetensors").write_text("another run's")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "checkpoints").symlink_to(elsewhere)
+    with pytest.raises(ArtefactError, match="checkpoints is a link"):
+        repair_run(loaded, *given, out=tmp_path / "linked")
+    assert [path.name for path in elsewhere.iterdir()] == ["step-0000001.safetensors"]
+
+
 def test_a_process_that_is_killed_leaves_no_lock_that_holds(tmp_path):
     program = (
         "import sys, time; from pathlib import Path\n"

@@ -23,6 +23,7 @@ from headwise.integrity.checksums import CHECKSUM, check_text, sealed_text
 from headwise.ranks import is_first, may_write
 
 SCHEMA_VERSION = 1
+TEMPORARY = ".headwise-tmp"  # how our half-written files end: other programs' .tmp are not ours
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> Path:
@@ -37,7 +38,7 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(
-            dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"
+            dir=path.parent, prefix=f".{path.name}.", suffix=TEMPORARY
         )
         with os.fdopen(handle, "wb") as file:
             write(file)
@@ -62,9 +63,27 @@ def sweep(folder: Path) -> None:
     """Remove the temporary files that a killed process left; only whoever resumes may call it."""
     if not is_first():
         return
-    for half_written in Path(folder).rglob(".*.tmp"):
-        if half_written.is_file():  # a folder is a half-written model, which `apply` removes
+    for half_written in Path(folder).rglob(f".*{TEMPORARY}"):
+        if half_written.is_file() and not half_written.is_symlink():
             half_written.unlink(missing_ok=True)
+
+
+def own_folder(path: Path) -> Path:
+    """A folder that headwise fills and empties; a link there would lead to somebody else's."""
+    if path.is_symlink():
+        raise ArtefactError(
+            f"{path.name} is a link", where=path.parent, fix="move it away, or choose another --out"
+        )
+    return path
+
+
+def remove_files(folder: Path, pattern: str) -> None:
+    """Remove headwise's own files of a folder, and the folder if nothing else is in it."""
+    for path in own_folder(folder).glob(pattern):
+        if path.is_file() and not path.is_symlink():
+            path.unlink()
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def _umask() -> int:

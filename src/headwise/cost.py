@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
@@ -160,12 +159,10 @@ def _activation_bytes(model: PreTrainedModel, work: Work) -> int:
     return work.batch * token + work.kept * token * int(config.num_hidden_layers) + logits
 
 
-def _memory() -> tuple[int, int | None]:
+def _memory() -> tuple[int, int]:
     """Bytes that this process has, and that it could still get."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(line for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):  # no Linux
-        return 0, None
-    return pages * 4096, int(free.split()[1]) * 1024
+    import psutil
+
+    from headwise.models.loading import free_memory
+
+    return psutil.Process().memory_info().rss, free_memory()

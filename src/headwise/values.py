@@ -81,7 +81,8 @@ PooledArray = Annotated[np.ndarray, _Numbers(4)]  # [layer][head][query bucket][
 def to_plain(value: object) -> Any:
     """What JSON can hold: dataclasses by field name, arrays and tuples as lists.
 
-    A value with a `to_json` of its own (one that adds what follows from its fields) is asked.
+    A value with a `to_json` of its own (one that adds what follows from its fields) is asked. This
+    is not pydantic's `dump_python`: that knows neither `to_json` nor `OMITTED` nor arrays.
     """
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json")

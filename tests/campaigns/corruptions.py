@@ -136,7 +136,7 @@ KINDS: dict[str, tuple[str, Read]] = {
     "patch": ("run/patch.safetensors", _patch),
     "checkpoint": ("run/checkpoints/step-0000003.safetensors", _tensors),
     "best": ("run/checkpoints/best.safetensors", _tensors),
-    "prefix cache": ("prefix/0.safetensors", _damaged_prefix),
+    "prefix cache": (".headwise-prefix/0.safetensors", _damaged_prefix),
     "capture.json": ("qk/capture.json", _plain(lambda path: CaptureInfo.load(path.parent))),
     "captured vectors": ("qk/l01h00k/data.parquet", lambda path: _measured(path.parent.parent)),
     "staged vectors": ("portion/l00q.safetensors", lambda path: _staged(path)),
@@ -156,7 +156,7 @@ def prepare(folder):
     """Files that a finished run has cleaned away, made again."""
     from headwise.models.tensor_files import write_safetensors
 
-    _damaged_prefix(folder / "prefix" / "0.safetensors")
+    _damaged_prefix(folder / ".headwise-prefix" / "0.safetensors")
     portion = folder / "portion"
     write_safetensors(portion / "l00q.safetensors", {"vectors": torch.ones(2, 3, 4)})
     (portion / "done").write_text("l00q.safetensors")

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from campaigns import desk
 from campaigns.tally import Tally
+from headwise.artefacts import TEMPORARY
 from headwise.errors import HeadwiseError
 from headwise.studies.run import run_study
 
@@ -172,7 +173,7 @@ def _finish(tally, name, work, out, expected, count, how):
     if found != expected:
         apart = [key for key in found.keys() | expected if found.get(key) != expected.get(key)]
         return tally.fails(name, f"other bytes in {sorted(apart)}")
-    left = [str(path) for path in out.rglob(".*.tmp")]
+    left = [str(path) for path in out.rglob(f".*{TEMPORARY}")]
     if left:
         return tally.fails(name, f"left behind: {left}", lost=True)
     return tally.survives(name, how, count)

@@ -19,6 +19,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from transformers.utils.hub import cached_file
 
+from headwise.artefacts import TEMPORARY, own_folder
 from headwise.errors import ModelError
 from headwise.handover.weight_files import holds, merge_files
 from headwise.models.loaded_model import LoadedModel
@@ -42,7 +43,7 @@ def apply_patches(
         raise ModelError(
             "the output folder is a file, or not empty", where=out, fix="choose another --out"
         )
-    staging = out.with_name(f".{out.name}.tmp")
+    staging = own_folder(out.with_name(f".{out.name}{TEMPORARY}"))
     try:
         shutil.rmtree(staging, ignore_errors=True)
         with ExitStack() as stack:

@@ -1,18 +1,19 @@
 """One folder, one writer: a lock file with the process and the host that hold it.
 
-The system's own lock on the file ends with the process, however it ends, so a lock that a killed
-process left behind is known to be stale: it can be taken.
+The system's own lock on the file (`filelock`) ends with the process, however it ends, so a lock
+that a killed process left behind is known to be stale: it can be taken.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from headwise.errors import ArtefactError
 
@@ -29,43 +30,36 @@ def one_writer(folder: Path) -> Iterator[None]:
         yield
         return
     path = Path(folder) / LOCK
-    descriptor = _acquired(path)
+    lock = FileLock(path, blocking=False)
+    _acquire(lock, path)
     try:
         yield
     finally:
+        # While it is still held: whoever opened this file sees that it is gone and opens anew.
         with suppress(OSError):
             path.unlink()
-        os.close(descriptor)
+        lock.release()
 
 
-def _acquired(path: Path) -> int:
-    """An open and locked file at `path`; another process may remove the one that was opened."""
-    while True:
-        descriptor = _opened(path)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = _holder(path)
-            os.close(descriptor)
-            raise ArtefactError(
-                f"another process writes here: {holder}",
-                where=path.parent,
-                fix="wait until it ends, or choose another --out",
-            ) from None
-        with suppress(OSError):
-            if os.fstat(descriptor).st_ino == path.stat().st_ino:
-                told = {"pid": os.getpid(), "host": socket.gethostname()}
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, json.dumps(told).encode(), 0)
-                return descriptor
-        os.close(descriptor)
-
-
-def _opened(path: Path) -> int:
+def _acquire(lock: FileLock, path: Path) -> None:
+    """Take the lock and write this process's number into it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        _require_own(path)
+        lock.acquire()  # O_NOFOLLOW, and nothing is truncated
+        # This process holds the file, and O_NOFOLLOW again: it may have been replaced meanwhile.
+        descriptor = os.open(path, os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0))
+        with os.fdopen(descriptor, "w") as file:
+            file.truncate()
+            json.dump({"pid": os.getpid(), "host": socket.gethostname()}, file)
+    except Timeout:
+        raise ArtefactError(
+            f"another process writes here: {_holder(path) or 'it did not say its number yet'}",
+            where=path.parent,
+            fix="wait until it ends, or choose another --out",
+        ) from None
     except OSError as error:
+        lock.release()
         raise ArtefactError(
             f"cannot write there: {error.strerror}",
             where=path.parent,
@@ -73,8 +67,22 @@ def _opened(path: Path) -> int:
         ) from None
 
 
+def _require_own(path: Path) -> None:
+    """Refuse a link, and a file that is neither empty nor names a process: it would be removed."""
+    if path.is_symlink():
+        reason = "is a link"
+    elif path.exists() and path.stat().st_size and not _holder(path):
+        reason = "is a file that headwise did not write"
+    else:
+        return
+    raise ArtefactError(
+        f"{path.name} {reason}", where=path.parent, fix="move it away, or choose another --out"
+    )
+
+
 def _holder(path: Path) -> str:
+    """The process that a lock file names; empty if it names none."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        told = json.loads(path.read_text())
-        return f"process {told['pid']} on {told['host']}"
-    return "a process that did not say its number yet"
+        holder = json.loads(path.read_text())
+        return f"process {holder['pid']} on {holder['host']}"
+    return ""

@@ -23,7 +23,7 @@ from jaxtyping import Bool
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headwise.artefacts import sweep, versions, write_text
+from headwise.artefacts import own_folder, sweep, versions, write_text
 from headwise.errors import ArtefactError, SelectionError
 from headwise.forward.guard import guard
 from headwise.forward.layer_by_layer import Emit, HookedPass
@@ -61,7 +61,7 @@ from headwise.texts.batches import Batch, batches, encode_for, token_count
 from headwise.texts.text_sets import TextSet, as_text_set
 from headwise.values import to_plain
 
-STAGING = ".staging"
+STAGING = ".headwise-staging"
 
 
 _PORTION_TEXTS = 8
@@ -230,7 +230,7 @@ def _finished(folder: Path, info: CaptureInfo, resume: bool) -> Captured | None:
 def _prepare(folder: Path, info: CaptureInfo) -> Path:
     """The staging folder, new or continued."""
     info.save(folder)
-    staging = folder / STAGING
+    staging = own_folder(folder / STAGING)
     staging.mkdir(parents=True, exist_ok=True)
     sweep(folder)
     return staging

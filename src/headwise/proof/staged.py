@@ -156,13 +156,10 @@ def _ratio(sums: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
 
 def discoveries(p_values: Float[np.ndarray, "row"], rate: float = ERROR) -> Bool[np.ndarray, "row"]:
     """Benjamini and Yekutieli: rows that may be called effects at this false discovery rate."""
-    count = len(p_values)
-    ordered, ranks = np.sort(p_values), np.arange(1, count + 1)
-    passing = np.flatnonzero(ordered <= rate * ranks / (max(count, 1) * (1 / ranks).sum()))
-    if not len(passing):
-        return np.zeros(count, dtype=bool)
-    found: Bool[np.ndarray, "row"] = p_values <= ordered[passing[-1]]
-    return found
+    from scipy.stats import false_discovery_control  # late: slow to load
+
+    effects: Bool[np.ndarray, "row"] = false_discovery_control(p_values, method="by") <= rate
+    return effects
 
 
 Measure = Callable[[Sequence[int], Sequence[int]], Float[np.ndarray, "row kind document"]]

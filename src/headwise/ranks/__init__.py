@@ -5,6 +5,8 @@ with `process_group()`, a program must do so itself: headwise inside a distribut
 not use the trainer's.
 Every process gets every result and adds them up in the order of one process, so all of them hold
 the same bits and only the first one needs to write. Numbers travel through gloo, on the CPU.
+torch's own gathering, not accelerate's: that sends through the trainer's group and onto its device,
+and pads what differs in length.
 """
 
 from __future__ import annotations

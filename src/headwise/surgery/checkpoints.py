@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headwise.artefacts import sweep
+from headwise.artefacts import own_folder, sweep
 from headwise.errors import ArtefactError
 from headwise.integrity.checksums import RUN_KEY, require_run
 from headwise.models.tensor_files import read_safetensors, write_safetensors
@@ -28,7 +28,7 @@ CHECKPOINTS = "checkpoints"
 
 def kept_checkpoints(out: Path) -> list[Path]:
     """The checkpoints of a run, oldest first."""
-    return sorted((out / CHECKPOINTS).glob("step-*.safetensors"))
+    return sorted(own_folder(out / CHECKPOINTS).glob("step-*.safetensors"))
 
 
 def save_checkpoint(job: Job, state: RunState, optimizer: torch.optim.Optimizer) -> None:
@@ -44,7 +44,7 @@ def save_checkpoint(job: Job, state: RunState, optimizer: torch.optim.Optimizer)
         "progress": json.dumps(state.to_json()),
         "rng": bytes(torch.get_rng_state()).hex(),
     }
-    path = job.out / CHECKPOINTS / f"step-{state.step:07d}.safetensors"
+    path = own_folder(job.out / CHECKPOINTS) / f"step-{state.step:07d}.safetensors"
     write_safetensors(path, tensors, metadata)
     if is_first():
         for old in kept_checkpoints(job.out)[: -job.run.recipe.keep]:
@@ -98,7 +98,7 @@ def _newest_whole(
 
 
 def _best_path(job: Job) -> Path:
-    return job.out / CHECKPOINTS / "best.safetensors"
+    return own_folder(job.out / CHECKPOINTS) / "best.safetensors"
 
 
 def save_best(job: Job, step: int = 0) -> None:

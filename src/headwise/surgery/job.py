@@ -36,7 +36,7 @@ from headwise.surgery.values import RunSettings
 from headwise.texts.batches import Batch
 from headwise.texts.corpus import Corpus
 
-PREFIX = "prefix"  # the cache's folder in a run
+PREFIX = ".headwise-prefix"  # the cache's folder in a run
 _HIDDEN = "hidden"
 
 

@@ -7,7 +7,6 @@ the patch in `out/`, beside `run.json`, the trace and the head maps.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headwise.alarms import Alarm, cure_alarms, loss_alarms, merge_alarms
+from headwise.artefacts import remove_files
 from headwise.errors import SettingsError
 from headwise.forward.guard import guard
 from headwise.frames import frame
@@ -345,7 +345,7 @@ def _finished(done: RepairRun) -> RepairRun:
 
 
 def _drop_cache(out: Path) -> None:
-    by_the_first(lambda: shutil.rmtree(out / PREFIX, ignore_errors=True))
+    by_the_first(lambda: remove_files(out / PREFIX, "*.safetensors"))
 
 
 def finished_run(out: Path) -> RepairRun:
