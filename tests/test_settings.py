@@ -17,10 +17,10 @@ from headwise.models.settings import LoadSettings
 
 # What only a person at a terminal needs: where to write, what to print, which files to read.
 TERMINAL = {"model", "texts", "lines", "out", "quiet", "yes", "figures", "write_row"}
-TERMINAL |= {"dry_run", "init", "report"}
+TERMINAL |= {"csv", "dry_run", "init", "report"}
 # What only a program has: values in hand, and callbacks.
 PROGRAM = {"text_sets", "prompts", "budget", "progress", "joint", "stock", "directions"}
-PROGRAM |= {"measures", "rules"}
+PROGRAM |= {"measures", "rules", "checkpoints", "whole_layers"}
 LOADING = {field.name for field in fields(LoadSettings)} | {"bos", "stream"}
 
 VERBS = {
@@ -36,6 +36,7 @@ VERBS = {
     "watch": (watch.watch, headwise.watch_checkpoints),
     "study": (study.study, headwise.run_study),
     "report": (study.report, headwise.write_report),
+    "compare": (proof.compare, headwise.compare),
     "export": (handover.export, headwise.export_peft),
 }
 # Arguments that have another name in the library, where they are values and not files.

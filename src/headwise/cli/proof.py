@@ -138,18 +138,15 @@ def compare(
     """What changed between two conditions: classes, drift by zone, columns, paired losses."""
     from headwise.artefacts import write_text
     from headwise.cli.show import print_tables
-    from headwise.proof.compare import compare as run_comparison, read_snapshot
-    from headwise.proof.trajectories import run_maps
+    from headwise.proof.compare import compare as run_comparison
     from headwise.proof.view import comparison_tables
     from headwise.surgery.plan import SurgeryPlan
-    from headwise.surgery.values import RunSettings
 
     found = run_comparison(
-        read_snapshot(before),
-        read_snapshot(after),
+        before,
+        after,
         plan=None if plan is None else SurgeryPlan.load(plan),
-        checkpoints=[] if run is None else run_maps(run),
-        whole_layers=run is not None and RunSettings.load(run).mode == "lora",
+        run=run,
         seed=seed,
     )
     print_tables(comparison_tables(found), quiet)

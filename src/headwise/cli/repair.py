@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from annotated_types import Ge
@@ -16,10 +16,10 @@ from headwise.cli.options import Model, Quiet, Yes, alarm, announce, load_reader
 from headwise.cli.verbs import verb
 from headwise.keywords import Bos, Seed
 from headwise.models.settings import LoadSettings
+from headwise.surgery.plan_settings import Mode
 
 if TYPE_CHECKING:
     from headwise.surgery.plan import SurgeryPlan
-    from headwise.surgery.settings import Mode
     from headwise.therapy.repair import RepairRun
 
 
@@ -33,9 +33,7 @@ def repair(
     plan: Annotated[Path | None, Doc("plan.yaml; auto finds sick heads.")] = None,
     corpus: Annotated[Sequence[str], Doc("Text to train on.")] = (),
     out: Annotated[Path, Doc("The run directory.")] = Path("out/run"),
-    mode: Annotated[
-        str, Doc("surgery, sham, gradient-only, ablate, random-heads or lora")
-    ] = "surgery",
+    mode: Annotated[Mode, Doc("The operation, or a control.")] = "surgery",
     treatment: Annotated[
         str | None, Doc("release, centre, ... for all heads; auto: as each needs.")
     ] = None,
@@ -71,7 +69,7 @@ def repair(
     excluded = default_texts(model)
     request = RepairRequest(  # refused, if it is contradictory, before the model is loaded
         plan=chosen,
-        mode=_mode(mode),
+        mode=mode,
         treatment=treatment,
         dose=dose,
         recipe=recipe_named(recipe) if recipe else None,
@@ -100,14 +98,6 @@ def repair(
             progress=progress,
         )
     _tell(done, chosen, quiet)
-
-
-def _mode(name: str) -> Mode:
-    from headwise.surgery.settings import MODES
-
-    if name not in MODES:
-        raise typer.BadParameter(f"{name!r} is not one of {', '.join(MODES)}")
-    return cast("Mode", name)
 
 
 def _given(**options: float | None) -> dict[str, float]:

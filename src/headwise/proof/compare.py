@@ -30,12 +30,14 @@ from headwise.proof.comparison import (
 from headwise.proof.evaluation import DocumentLosses, Evaluation
 from headwise.proof.trajectories import (
     column_trends,
+    run_maps,
     step_deltas,
     trajectory_shapes,
     two_phenomena,
 )
 from headwise.proof.zones import Map, Zones, drift_by_zone, transitions, zones_of
 from headwise.surgery.plan import SurgeryPlan, join_plans, plans_of
+from headwise.surgery.values import RunSettings
 from headwise.values import to_plain
 
 _IDENTITY = ("model_type", "num_layers", "num_heads", "num_kv_heads", "head_dim")
@@ -88,6 +90,7 @@ def compare(
     after: Snapshot | Evaluation | Diagnosis | Path,
     *,
     plan: SurgeryPlan | None = None,
+    run: Path | None = None,
     checkpoints: Sequence[tuple[int, Map]] = (),
     whole_layers: bool = False,
     seed: int = 0,
@@ -95,9 +98,11 @@ def compare(
     """Compare two conditions; `checkpoints` are the run's (step, first-token mass) maps.
 
     Their changes are from the run's own map before the operation (step -1), read on the same text.
-    `whole_layers`: the patch changes whole projections (lora), not only the planned heads.
-    `seed` is the bootstrap's.
+    `whole_layers`: the patch changes whole projections (lora), not only the planned heads. Both are
+    read from the directory `run`, if it is given. `seed` is the bootstrap's.
     """
+    if run is not None:
+        checkpoints, whole_layers = run_maps(run), RunSettings.load(run).mode == "lora"
     before, after = snapshot_of(before), snapshot_of(after)
     _require_comparable(before, after)
     plan = plan or _plan_of(after)

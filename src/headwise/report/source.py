@@ -355,9 +355,7 @@ def _read_run(folder: Path, before: Path | None, after: Path | None) -> Source:
         stock = stock_of(condition)
     else:
         stock = Condition("stock", diagnosis=stock_side.diagnosis, evaluation=stock_side)
-        found = condition.comparison or compare(
-            stock_side, judged, checkpoints=run_maps(folder), whole_layers=run.mode == "lora"
-        )
+        found = condition.comparison or compare(stock_side, judged, run=folder)
         condition = replace(condition, comparison=found)
     return Source(folder, "run", folder.name, stock, (condition,), completions=_completions(folder))
 

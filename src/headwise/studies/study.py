@@ -14,9 +14,9 @@ from headwise.errors import ArtefactError, SettingsError
 from headwise.models.patient import PATIENTS, patient_texts
 from headwise.settings import read_yaml, validated
 from headwise.surgery.plan import SurgeryPlan
-from headwise.surgery.plan_settings import Compensate, Init, KvPolicy, Preset
+from headwise.surgery.plan_settings import Compensate, Init, KvPolicy, Mode, Preset
 from headwise.surgery.recipe import Recipe, default_recipe, recipe_named
-from headwise.surgery.settings import Mode, RepairRequest
+from headwise.surgery.settings import RepairRequest
 from headwise.texts.text_sets import TextSet, default_corpus, default_texts, read_texts
 
 STUDIES = DATA / "studies"

@@ -12,6 +12,7 @@ from headwise.keywords import Seed
 Init = Literal["xavier_normal", "xavier_uniform", "match-healthy"]
 Preset = Literal["pass1", "pass2", "column"]
 KvPolicy = Literal["whole-group", "queries-only"]
+Mode = Literal["surgery", "sham", "gradient-only", "ablate", "random-heads", "lora"]
 Compensate = Literal["none", "mean"]
 
 

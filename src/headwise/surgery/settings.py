@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import get_args
 
 from headwise.errors import SelectionError
 from headwise.provenance import TextInfo
 from headwise.surgery.plan import SurgeryPlan
+from headwise.surgery.plan_settings import Mode
 from headwise.surgery.recipe import Recipe
 
-Mode = Literal["surgery", "sham", "gradient-only", "ablate", "random-heads", "lora"]
 MODES: tuple[str, ...] = get_args(Mode)
 TRAINED = ("surgery", "gradient-only", "random-heads", "lora")
 TREATED = ("surgery", "sham", "random-heads")

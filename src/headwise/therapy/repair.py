@@ -32,10 +32,11 @@ from headwise.surgery.job import PREFIX, Held, Job, Tracker, choose_saving, hold
 from headwise.surgery.modes import carry_out, random_heads_plan
 from headwise.surgery.operation import require_planned_model
 from headwise.surgery.plan import SurgeryPlan, planned_model
+from headwise.surgery.plan_settings import Mode
 from headwise.surgery.probes import first_token_map, mean_loss
 from headwise.surgery.recipe import Recipe
 from headwise.surgery.run_state import RunState
-from headwise.surgery.settings import Mode, RepairRequest
+from headwise.surgery.settings import RepairRequest
 from headwise.surgery.sink_directions import LayerDirections
 from headwise.surgery.treatments import with_treatment
 from headwise.surgery.values import PATCH, Outcome, RunSettings, chosen_before, is_finished
