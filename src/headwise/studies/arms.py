@@ -139,6 +139,7 @@ def _evaluate(
         max_length=setting.max_length,
         max_texts=setting.study.max_texts,
         batch_size=setting.study.batch_size,
+        adaptive=False,  # arms are compared head by head: every head sees the same documents
         stock=stock_diagnosis(setting) if patches else None,
         progress=setting.progress,
     )

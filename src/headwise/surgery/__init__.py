@@ -1,1 +1,1 @@
-"""Surgery: which heads, how, and training nothing but their slices."""
+"""Surgery carries a plan out: what becomes of the slices, how they are trained, what is saved."""

@@ -1,1 +1,1 @@
-"""Choosing: which treatment each head gets, how much of it, and whether any is better than none."""
+"""Therapy is the verb repair: it writes a plan by measurement, has it carried out and judges it."""
