@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
-from functools import cache, partial
 from typing import Any, TypeVar
 
 import joblib
@@ -49,16 +48,21 @@ def spread(
     dask = backend == "dask"
     # With one worker, one item is under way at a time although loky keeps two processes.
     place = _dask(scheduler) if dask else _processes(max(workers, 2))
-    call = function if dask else partial(_ending_with_parent, function)
     with place:
         parallel = joblib.Parallel(
             return_as="generator_unordered", pre_dispatch="all" if dask else workers, batch_size=1
         )
-        yield from parallel(joblib.delayed(call)(item) for item in items)
+        yield from parallel(joblib.delayed(function)(item) for item in items)
 
 
 def _processes(count: int) -> Any:
-    return joblib.parallel_config(backend="loky", n_jobs=count, inner_max_num_threads=1)
+    return joblib.parallel_config(
+        backend="loky",
+        n_jobs=count,
+        inner_max_num_threads=1,
+        initializer=_end_with,
+        initargs=(os.getpid(),),
+    )
 
 
 def require_scheduler(backend: Backend, scheduler: str | None) -> None:
@@ -80,15 +84,11 @@ def _dask(scheduler: str | None) -> Any:
         ) from None
 
 
-def _ending_with_parent(function: Callable[[Item], Result], item: Item) -> Result:
-    _end_with_parent()
-    return function(item)
+def _end_with(parent: int) -> None:
+    """Let a worker end when the process that started it has been killed.
 
-
-@cache  # once a process
-def _end_with_parent() -> None:
-    """Let a worker end when the process that started it has been killed."""
-    parent = os.getppid()
+    The worker is told its parent's number: one whose parent died while it started has another.
+    """
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -136,7 +136,7 @@ def apart(
 
 
 def _pool(pools: list[ProcessPoolExecutor]) -> ProcessPoolExecutor:
-    pools.append(ProcessPoolExecutor(max_workers=1, initializer=_begin))
+    pools.append(ProcessPoolExecutor(max_workers=1, initializer=_begin, initargs=(os.getpid(),)))
     return pools[-1]
 
 
@@ -145,11 +145,11 @@ def _drop(pool: ProcessPoolExecutor, pools: list[ProcessPoolExecutor]) -> None:
     pool.shutdown(kill_workers=True)
 
 
-def _begin() -> None:
+def _begin(parent: int) -> None:
     """Of a worker: out of the terminal's process group, so that Ctrl-C comes once, from above."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    _end_with_parent()
+    _end_with(parent)
 
 
 def _require_luck(item: object, losses: int) -> None:

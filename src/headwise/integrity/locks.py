@@ -16,6 +16,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from headwise.errors import ArtefactError
+from headwise.ranks import launched_place
 
 LOCK = ".lock"
 
@@ -26,7 +27,7 @@ def one_writer(folder: Path) -> Iterator[None]:
 
     Of the processes of one distributed run (torchrun's RANK) the first one holds it for all.
     """
-    if os.environ.get("RANK", "0") != "0":
+    if launched_place().rank:
         yield
         return
     path = Path(folder) / LOCK

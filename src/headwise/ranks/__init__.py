@@ -73,20 +73,51 @@ def may_write() -> bool:
 @contextmanager
 def process_group() -> Iterator[Place]:
     """Work together with the processes that a launcher started; alone if none did."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world == 1:
+    launched = launched_place()
+    if launched.world == 1:
         yield Place()
         return
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", timeout=_PATIENCE)
-    _places.append(Place(dist.get_rank(), world))
+    with _killable():
+        dist.init_process_group("gloo", timeout=_PATIENCE)
+    _places.append(launched)
     try:
         with _told_to_end():
             yield place()
     finally:
         _places.pop()
         dist.destroy_process_group()
+
+
+def launched_place() -> Place:
+    """What the launcher says in RANK and WORLD_SIZE; alone if it says nothing."""
+    numbers = []
+    for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")):
+        value = os.environ.get(name, default)
+        if not value.isascii() or not value.isdigit():
+            raise HeadwiseError(
+                f"{name} is {value[:40]!r}, not a number",
+                fix=f"a launcher such as torchrun sets {name}; without one, unset it",
+            )
+        numbers.append(int(value))
+    return Place(*numbers)
+
+
+@contextmanager
+def _killable() -> Iterator[None]:
+    """Let signals end the process at once while it waits for the others.
+
+    The wait is inside torch, where Python would not run a handler; nothing was begun yet.
+    """
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    for number in before:
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

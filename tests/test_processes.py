@@ -1,0 +1,132 @@
+"""Processes and signals: nothing is left running, and nothing waits that should end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from headwise.errors import HeadwiseError
+from headwise.ranks import Place, launched_place
+
+CALL = [sys.executable, "-m", "headwise"]
+
+
+def started(*words, **environment):
+    return subprocess.Popen(
+        [*map(str, words)],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+SPREADING = """
+import time
+from headwise.workers import spread
+for _ in spread(time.sleep, [0.01] * 200, workers=2):
+    pass
+"""
+
+
+@pytest.mark.parametrize("after", [0.0, 0.1, 0.3])
+def test_a_process_killed_while_its_workers_start_leaves_no_orphan(after):
+    parent = started(sys.executable, "-c", SPREADING)
+    children: list[psutil.Process] = []
+    while not children and parent.poll() is None:
+        children = psutil.Process(parent.pid).children(recursive=True)
+    time.sleep(after)
+    children = psutil.Process(parent.pid).children(recursive=True) or children
+    parent.kill()
+    parent.communicate()
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert not alive
+
+
+def test_a_process_that_waits_for_a_partner_ends_when_it_is_told_to(tmp_path):
+    alone = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29417"}
+    process = started(*CALL, "check", "patient", **alone)
+    listening = time.monotonic() + 60
+    while time.monotonic() < listening:
+        if any(c.laddr.port == 29417 for c in psutil.Process(process.pid).net_connections()):
+            break
+        time.sleep(0.1)
+    time.sleep(1.0)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=10) != 0
+
+
+@pytest.mark.parametrize(("name", "value"), [("RANK", "x"), ("WORLD_SIZE", "-1"), ("RANK", "")])
+def test_a_launcher_s_number_that_is_none_is_refused(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(HeadwiseError, match=f"{name} is {value!r}, not a number"):
+        launched_place()
+
+
+def test_without_a_launcher_a_process_is_alone(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert launched_place() == Place(0, 1)
+
+
+def test_a_bad_rank_is_one_message_without_a_traceback():
+    process = started(*CALL, "plan", "nowhere.json", "--heads", "sick", RANK="x")
+    _, words = process.communicate()
+    assert process.returncode == 1
+    assert words.startswith("headwise: RANK is 'x', not a number")
+    assert "Traceback" not in words
+
+
+IN_A_DEL = """
+import os, signal, sys, time
+import headwise.cli
+from headwise.cli import main
+
+class Ends:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(1000):
+            pass
+
+def app():
+    ends = Ends()
+    del ends
+    time.sleep(8)
+    print("it went on")
+
+headwise.cli.app = app
+main()
+"""
+
+
+def test_a_signal_that_a_destructor_swallows_comes_again():
+    process = started(sys.executable, "-c", IN_A_DEL)
+    words, errors = process.communicate()
+    assert "it went on" not in words
+    assert "KeyboardInterrupt" in errors
+
+
+@pytest.mark.parametrize("environment", [{"PYTHONIOENCODING": "ascii"}, {"COLUMNS": "1"}])
+def test_a_poor_terminal_ends_no_verb(tmp_path, environment):
+    words = ["survey", tmp_path / "d.json", tmp_path / "d.json"]
+    process = started(*CALL, "--help", **environment)
+    out, errors = process.communicate()
+    assert process.returncode == 0, errors
+    process = started(*CALL, "check", "patient", **environment)
+    out, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert "separable" in "".join(out.split()), words
+
+
+def test_a_closed_standard_output_does_not_undo_what_was_done(tmp_path):
+    script = f'{sys.executable} -m headwise study --init some/model "{tmp_path}/s.yaml" >&-'
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "s.yaml").exists()
