@@ -49,6 +49,7 @@ HYBRIDS = {
     "bamba",
     "qwen3_next",
     "qwen3_5_text",
+    "qwen3_5_moe_text",
     "minimax",
     "recurrent_gemma",
 }

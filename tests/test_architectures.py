@@ -15,7 +15,8 @@ import torch
 from transformers import AutoConfig
 
 from conftest import _COMMON, MORE, TINY, sharp_model, tiny_model
-from headwise.errors import UnknownArchitectureError
+from headwise.errors import ModelError, UnknownArchitectureError
+from headwise.forward.guard import guard
 from headwise.forward.separability import check as check_heads
 from headwise.heads import Head, all_heads
 from headwise.models import architectures
@@ -50,6 +51,30 @@ REQUIRED = {
     "granite",
     "starcoder2",
 }
+
+
+@pytest.mark.parametrize("name", ["falcon-alibi", "falcon-mqa", "falcon-gqa"])
+def test_a_falcon_passes_the_check_as_sdpa_too(name):
+    """Its sdpa code shows attention that is not the one it computes with."""
+    found = check_heads(tiny_model(name, implementation="sdpa"))
+    assert found.passed, found.reason()
+    assert found.difference.attention is None
+
+
+def test_a_model_in_training_mode_is_told_to_be_put_into_eval_mode():
+    model = tiny_model("gpt2").train()
+    for refused in (check_heads, guard):
+        with pytest.raises(ModelError, match=r"its dropout makes every run(.|\n)*model.eval\(\)"):
+            refused(model)
+    assert check_heads(tiny_model("llama").train()).passed  # it has no dropout
+
+
+def test_layers_of_different_numbers_of_heads_are_refused():
+    family, extra = MORE["laguna"]
+    extra = {**_COMMON, **extra, "num_attention_heads_per_layer": [4, 8]}
+    model = sharp_model(AutoConfig.for_model(family, **extra))
+    with pytest.raises(UnknownArchitectureError, match=r"different numbers of heads \(4, 8\)"):
+        check_heads(model)
 
 
 def test_the_table_holds_the_families_we_promise_and_each_is_tried():

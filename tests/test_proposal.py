@@ -12,8 +12,8 @@ from conftest import sharp_model, tiny_tokenizer
 from headwise import diagnose
 from headwise.cli import app
 from headwise.errors import UnknownArchitectureError
-from headwise.forward.guard import guard, prove_row
-from headwise.forward.separability import check
+from headwise.forward.guard import guard
+from headwise.forward.separability import check, prove_row
 from headwise.models.architectures import architecture_of, is_proposed
 from headwise.models.families import ARCHITECTURES
 from headwise.models.families.proposal import propose_rows, row_text
@@ -113,6 +113,31 @@ def test_a_shape_whose_attention_bypasses_the_interface_is_refused():
     model = sharp_model(AutoConfig.for_model("codegen", **{**COMMON, "rotary_dim": 4}))
     with pytest.raises(UnknownArchitectureError, match="does not hold: the tap saw no layer"):
         guard(model)
+
+
+@pytest.mark.parametrize("family", ["bart", "marian", "pegasus"])
+def test_the_decoder_of_a_sequence_model_is_read_by_its_own_attention(family):
+    sizes = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "encoder_layers": 2}
+    sizes |= {"decoder_ffn_dim": 48, "encoder_attention_heads": 4, "vocab_size": 97}
+    model = sharp_model(AutoConfig.for_model(family, **sizes, pad_token_id=0, scale_embedding=True))
+    assert check(model).passed
+    assert architecture_of(model).attention == "self_attn"
+
+
+def test_check_tries_every_row_that_a_shape_suggests_as_the_command_does():
+    """Of a fused projection the order of the heads is tried: fuyu's is the second of two."""
+    model = sharp_model(AutoConfig.for_model("fuyu", **COMMON))
+    assert check(model).passed
+    assert architecture_of(model).order == "grouped"
+
+
+@pytest.mark.parametrize("family", ["mvp", "trocr"])
+def test_check_refuses_what_it_cannot_tap(family):
+    sizes = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "encoder_layers": 2}
+    sizes |= {"decoder_ffn_dim": 48, "encoder_attention_heads": 4, "vocab_size": 97}
+    model = sharp_model(AutoConfig.for_model(family, **sizes, pad_token_id=0))
+    with pytest.raises(UnknownArchitectureError, match="does not hold: the tap saw no layer"):
+        check(model)
 
 
 def test_a_row_is_written_as_it_would_stand_in_the_table():

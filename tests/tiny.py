@@ -201,7 +201,10 @@ MORE: dict[str, tuple[str, dict]] = {
     "hy_v3": ("hy_v3", {**GQA, **EXPERTS, "head_dim": 8}),
     "mellum": ("mellum", {**GQA, **EXPERTS, **FIRST_SLIDES, "head_dim": 8}),
     "kolibri1": ("kolibri1", {**GQA, **EXPERTS}),
-    "flint": ("flint", {**GQA, **FIRST_SLIDES}),
+    "flint": (
+        "flint",
+        {**GQA, **EXPERTS, **FIRST_SLIDES, "head_dim": 8, "mlp_only_layers": [0]},
+    ),
     "beam": ("beam", {**GQA, **EXPERTS}),
     "aria_text": ("aria_text", {**GQA, "moe_num_experts": 4, "moe_topk": 2}),
     "phi": ("phi", {**GQA, "partial_rotary_factor": 0.5, "qk_layernorm": True}),
@@ -323,6 +326,21 @@ MORE: dict[str, tuple[str, dict]] = {
             "linear_num_value_heads": 4,
             "linear_key_head_dim": 8,
             "linear_value_head_dim": 8,
+        },
+    ),
+    "qwen3_5_moe": (
+        "qwen3_5_moe_text",
+        {
+            **GQA,
+            **EXPERTS,
+            "head_dim": 8,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "shared_expert_intermediate_size": 16,
         },
     ),
     "minimax": (

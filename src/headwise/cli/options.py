@@ -60,7 +60,7 @@ def load(
 
     loaded = load_model(name, **keywords_of(loading), bos=bos, stream=stream)
     if is_proposed(loaded.model):
-        from headwise.forward.guard import prove_row
+        from headwise.forward.separability import prove_row
 
         prove_row(loaded.model)
         typer.echo(

@@ -8,16 +8,12 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from headwise.errors import HeadwiseError, UnknownArchitectureError
-from headwise.forward.faithfulness import SHORTEST, wrong_positions
-from headwise.forward.separability import check
-from headwise.models.architectures import architecture_of, is_proposed, keep_row
-from headwise.models.families.architecture import Architecture
-from headwise.models.families.proposal import propose_rows
+from headwise.errors import UnknownArchitectureError
+from headwise.forward.faithfulness import SHORTEST, require_eval, wrong_positions
+from headwise.forward.separability import prove_row
+from headwise.models.architectures import is_proposed
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.stored_weights import stored_weights
-
-_PROVED = "_headwise_proved"  # on the model itself: its row, once the check has passed
 
 
 def guard(model: LoadedModel | PreTrainedModel, longest: int = SHORTEST) -> None:
@@ -30,6 +26,7 @@ def guard(model: LoadedModel | PreTrainedModel, longest: int = SHORTEST) -> None
         model = model.model
     if stored_weights(model) is not None:
         return  # it would be read twice over: a streamed layer is compared when it runs
+    require_eval(model)
     if is_proposed(model):
         prove_row(model)
     wrong, worst = wrong_positions(model, longest)
@@ -40,38 +37,3 @@ def guard(model: LoadedModel | PreTrainedModel, longest: int = SHORTEST) -> None
             where=f"{int(wrong.sum())} of {wrong.numel()} positions",
             fix="nothing measured on it would be true; `headwise check MODEL` says what differs",
         )
-
-
-def prove_row(model: PreTrainedModel) -> Architecture:
-    """The row that this model's shape suggests, if one passes the whole check on it."""
-    proved: Architecture | None = vars(model).get(_PROVED)
-    if proved is not None:
-        return proved
-    architecture_of(model)  # a family that is refused by name, or has no shape to read
-    reasons = []
-    for row in propose_rows(model):
-        reason = _tried(model, row)
-        if not reason:
-            vars(model)[_PROVED] = row
-            return row
-        reasons.append(reason)
-    keep_row(model, None)
-    raise UnknownArchitectureError(
-        f"no head layout is known for model_type={model.config.model_type!r}, and the one that its "
-        f"modules suggest does not hold: {reasons[0]}",
-        fix="choose a model of another family; `headwise check` lists the known ones",
-    )
-
-
-def _tried(model: PreTrainedModel, row: Architecture) -> str:
-    """Why a row does not hold for the model; nothing if it does."""
-    keep_row(model, row)
-    try:
-        wrong, worst = wrong_positions(model, SHORTEST)
-        if bool(wrong.any()):
-            return f"run by headwise its logits differ by {worst:.1e} of their size"
-        return check(model).reason()
-    except HeadwiseError as error:
-        return str(error).partition("\n")[0]
-    except (RuntimeError, ValueError, TypeError, AttributeError, ArithmeticError) as error:
-        return f"{type(error).__name__}: {error}"

@@ -19,20 +19,35 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headwise.errors import UnknownArchitectureError
+from headwise.errors import HeadwiseError, UnknownArchitectureError
 from headwise.forward.faithfulness import (
+    SHORTEST,
     Difference,
     compare_runs,
     random_ids,
     relative,
+    require_eval,
     tolerance_of,
+    wrong_positions,
 )
 from headwise.forward.tap import LayerAttention, tapped
 from headwise.heads import Head
-from headwise.models.architectures import backbone_of, geometry_of, require_groups, require_plain
-from headwise.models.families.architecture import Role
+from headwise.models.architectures import (
+    architecture_of,
+    backbone_of,
+    geometry_of,
+    is_proposed,
+    keep_row,
+    require_groups,
+    require_plain,
+)
+from headwise.models.families.architecture import Architecture, Role
+from headwise.models.families.proposal import propose_rows
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.slices import Span, head_spans, read_slices, spans_of, write_slices
+
+_PROVED = "_headwise_proved"  # on the model itself: its row, once the check has passed
+
 
 NUM_TOKENS = 12  # for the isolation of heads; `compare_runs` goes past windows and chunks
 
@@ -132,9 +147,19 @@ class HeadCheck:
 
 
 def check(model: LoadedModel | PreTrainedModel, *, seed: int = 0) -> HeadCheck:
-    """Probe first, middle and last layers and heads; the model is left bit for bit as it was."""
+    """Probe first, middle and last layers and heads; the model is left bit for bit as it was.
+
+    A family without a row is checked with the row that its shape suggests, if one holds.
+    """
     if isinstance(model, LoadedModel):
         model = model.model
+    require_eval(model)
+    if is_proposed(model):
+        prove_row(model)
+    return _check_row(model, seed)
+
+
+def _check_row(model: PreTrainedModel, seed: int = 0) -> HeadCheck:
     geometry = geometry_of(model)
     require_groups(model)
     require_plain(model)  # weights are moved here
@@ -264,3 +289,38 @@ def _silencing_error(model: PreTrainedModel, ids: Tensor, head: Head) -> float:
     with tapped(model, ablate):
         ablated = model(ids, use_cache=False).logits
     return relative(ablated, silenced)
+
+
+def prove_row(model: PreTrainedModel) -> Architecture:
+    """The row that this model's shape suggests, if one passes the whole check on it."""
+    proved: Architecture | None = vars(model).get(_PROVED)
+    if proved is not None:
+        return proved
+    architecture_of(model)  # a family that is refused by name, or has no shape to read
+    reasons = []
+    for row in propose_rows(model):
+        reason = _tried(model, row)
+        if not reason:
+            vars(model)[_PROVED] = row
+            return row
+        reasons.append(reason)
+    keep_row(model, None)
+    raise UnknownArchitectureError(
+        f"no head layout is known for model_type={model.config.model_type!r}, and the one that its "
+        f"modules suggest does not hold: {reasons[0]}",
+        fix="choose a model of another family; `headwise check` lists the known ones",
+    )
+
+
+def _tried(model: PreTrainedModel, row: Architecture) -> str:
+    """Why a row does not hold for the model; nothing if it does."""
+    keep_row(model, row)
+    try:
+        wrong, worst = wrong_positions(model, SHORTEST)
+        if bool(wrong.any()):
+            return f"run by headwise its logits differ by {worst:.1e} of their size"
+        return _check_row(model).reason()
+    except HeadwiseError as error:
+        return str(error).partition("\n")[0]
+    except (RuntimeError, ValueError, TypeError, AttributeError, ArithmeticError) as error:
+        return f"{type(error).__name__}: {error}"

@@ -221,10 +221,19 @@ def _scores(module: nn.Module, q: Tensor, k: Tensor, scale: float, **parts: Any)
     return Scores(q, k, scale, **parts)
 
 
+_NOT_CAUSAL = "_headwise_not_causal"  # on a mask, which is refused when attention reads it
+
+
 def _mask_parts(mask: Tensor | None) -> dict[str, object]:
     """A compact mask from `_compact_mask`, or a dense one for anything unusual."""
     if mask is None:
         return {}
+    if vars(mask).get(_NOT_CAUSAL):
+        raise HeadwiseError(
+            "the model's attention is not causal: queries look at later keys",
+            where="its own mask function",
+            fix="headwise reads causal language models; load the model as one",
+        )
     if mask.dtype == torch.int64:
         return {"visible": mask[:, 0, 0] > 0, "window": int(mask.max())}
     if mask.dtype != torch.bool:
@@ -278,7 +287,10 @@ def _compact_mask(
         rest |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         rest |= {"mask_function": mask_function, "attention_mask": attention_mask}
         whole = sdpa_mask(batch_size, kv_length=kv_length, kv_offset=kv_offset, **rest)
-        return _require_causal(whole)
+        if whole is not None and bool(whole.triu(1).any()):
+            # BART's decoder makes a mask for cross-attention that it lacks as a language model
+            vars(whole)[_NOT_CAUSAL] = True
+        return whole
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     windowed = window if window is not None and window < kv_length else None
     if padding is None or bool(padding.all()):
@@ -302,16 +314,6 @@ def _window_of(mask_function: Callable[..., Any]) -> int | None:
 
 def _closed_over(function: Callable[..., Any], name: str) -> Any:
     return inspect.getclosurevars(function).nonlocals[name]
-
-
-def _require_causal(mask: Tensor | None) -> Tensor | None:
-    if mask is not None and bool(mask.triu(1).any()):
-        raise HeadwiseError(
-            "the model's attention is not causal: queries look at later keys",
-            where="its own mask function",
-            fix="headwise reads causal language models; load the model as one",
-        )
-    return mask
 
 
 AttentionInterface.register(NAME, _interface)

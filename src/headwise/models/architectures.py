@@ -158,7 +158,16 @@ def geometry_of(model: PreTrainedModel, layer: int | None = None) -> Geometry:
             fix="correct the row in src/headwise/models/families/rows.py",
         )
     chosen = layers[0] if layer is None else layer
-    num_heads = int(model.config.get_text_config().num_attention_heads)
+    config = model.config.get_text_config()
+    counts = getattr(config, "num_attention_heads_per_layer", None) or config.num_attention_heads
+    if not isinstance(counts, int) and len(set(counts)) > 1:
+        raise UnknownArchitectureError(
+            f"the layers of this {model.config.model_type!r} model have different numbers of heads "
+            f"({', '.join(map(str, sorted(set(counts))))}), and its maps would not be tables",
+            where="num_attention_heads_per_layer of its config",
+            fix="choose a model whose layers have one number of heads",
+        )
+    num_heads = counts if isinstance(counts, int) else int(counts[0])
     value_dim = widths(projection_of(model, chosen, "o"))[0] // num_heads
     query_rows = widths(projection_of(model, chosen, "q"))[1]
     key_rows = widths(projection_of(model, chosen, "k"))[1]

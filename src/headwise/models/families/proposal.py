@@ -24,6 +24,8 @@ _VALUE = re.compile(r"(to_|w)?v(alue)?(_?(proj|lin|linear|layer))?$", re.I)
 _OUTPUT = re.compile(r"((to_|w)?o(ut|utput)?(_?(proj|lin|linear|layer))?|dense|c_proj)$", re.I)
 _FUSED = re.compile(r"w?qkv(_?proj)?|query_key_value|c_attn$", re.I)
 
+_CROSS = re.compile(r"cross|encoder", re.I)  # what a language model of a BART never runs
+
 
 # What a family may do to its logits, by the names that configs use
 _LOGITS = (
@@ -74,7 +76,7 @@ def _modules(layers: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     modules: dict[str, nn.Module] = {}
     for layer in layers:
         for name, module in layer.named_modules():
-            if name:
+            if name and not _CROSS.search(name):
                 counts[name] += 1
                 modules.setdefault(name, module)
     for name in sorted(modules, key=lambda n: (-counts[n], n.count("."), n)):
