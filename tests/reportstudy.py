@@ -7,6 +7,7 @@ plain training that does a little better still. Enough for every table to have r
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -273,12 +274,13 @@ def build_run(folder: Path, study: Study, arm, seed: int, before: Evaluation) ->
         targets = healthy[: len(targets)]
         plan = plan.model_copy(update={"targets": ",".join(map(str, targets)), "watched": ""})
     final = after_mass(stock.maps["first_token_mass"], targets, arm.mode, rng)
-    write_run(folder, plan, arm, seed, steps, final, stock, change)
+    write_run(folder, plan, arm, seed, steps, final, stock, change, patch_hash(arm, seed))
     costs = {h: (cost and max(0.0002, cost + float(rng.normal(0, 0.0025)))) for h in targets}
     patch = {
         "num_weights": plan.summary.trainable_weights,
         "plan": plan.model_dump(mode="json"),
         "base_model": MODEL["id"],
+        "sha256": patch_hash(arm, seed),
     }
     after = diagnosis_of(final, seed + 1)
     found = evaluation_of(
@@ -301,11 +303,12 @@ def second_pass(folder: Path, study: Study, arm, seed: int, first, before) -> No
     mass = first.diagnosis.maps["first_token_mass"].copy()
     for head in plan.target_heads:
         mass[head.layer, head.index] = 0.08
-    write_run(folder, plan, arm, seed, 40, mass, first.diagnosis, -0.002)
+    write_run(folder, plan, arm, seed, 40, mass, first.diagnosis, -0.002, patch_hash(arm, seed, 2))
     patch = {
         "num_weights": plan.summary.trainable_weights,
         "plan": plan.model_dump(mode="json"),
         "base_model": MODEL["id"],
+        "sha256": patch_hash(arm, seed, 2),
     }
     earlier = [Head.parse(name) for name in first.recovery.heads]
     costs = dict.fromkeys(sorted({*earlier, *plan.target_heads}), 0.005)
@@ -341,7 +344,11 @@ def after_mass(start: np.ndarray, targets, mode: str, rng) -> np.ndarray:
     return np.clip(final, 0.01, 0.99)
 
 
-def write_run(folder, plan, arm, seed, steps, final, stock, change) -> None:
+def patch_hash(arm, seed: int, number: int = 1) -> str:
+    return hashlib.sha256(f"{arm.name} {seed} {number}".encode()).hexdigest()
+
+
+def write_run(folder, plan, arm, seed, steps, final, stock, change, patch) -> None:
     """run.json, plan.yaml, trace.jsonl and maps.jsonl."""
     plan.save(folder / "plan.yaml")
     corpus = {"name": arm.corpus, "documents": 60, "train_tokens": 14000, "sha256": "c" * 64}
@@ -356,6 +363,7 @@ def write_run(folder, plan, arm, seed, steps, final, stock, change) -> None:
             "recipe": {"steps": steps, "lr": 0.003},
             "corpus": corpus,
             "finished": True,
+            "patch": patch,
             "provenance": {"versions": {}, "threads": 1},
         },
     )

@@ -333,7 +333,7 @@ def test_what_cannot_be_compared_is_refused_with_the_reason(other, message):
 
 def test_a_plan_or_a_run_of_another_model_is_refused(small, stock, plan):
     before, after, _ = small
-    with pytest.raises(ArtefactError, match=r"the plan is for .* \(24, 16\), the diagnoses have"):
+    with pytest.raises(ArtefactError, match="the plan do not belong together"):
         compare(Snapshot(before), Snapshot(after), plan=plan)
     with pytest.raises(ArtefactError, match=r"the run is for .* \(24, 16\)"):
         compare(
@@ -399,7 +399,7 @@ def test_the_seed_moves_the_interval_and_nothing_else(small):
 def test_evaluations_of_other_bases_or_texts_are_refused(small):
     before, after, _ = small
     left = evaluated(before, [10.0, 20.0, 30.0, 40.0])
-    with pytest.raises(ArtefactError, match="the base weights differ"):
+    with pytest.raises(ArtefactError, match="different base weights"):
         compare(left, evaluated(after, [1.0] * 4, fingerprint="other"))
     with pytest.raises(ArtefactError, match="text set 'prose' differs"):
         compare(left, evaluated(after, [1.0] * 4, sha="b"))

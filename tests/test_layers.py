@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "headwise"
 
 # A package imports only what stands above it; the loose modules of the top are the ground floor.
 ORDER = """
-    errors keywords ranks alarms bundled integrity artefacts values provenance settings
+    errors keywords ranks bundled integrity artefacts values alarms provenance settings
     heads intervals frames tables progress workers drawing
     models
     texts

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import log
+
+from headwise.values import OMITTED
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """One thing that is wrong: a name for programs, a sentence for people."""
+    """One thing that is wrong: a name for programs, a sentence for people, and what it is about."""
 
     kind: str
     message: str
+    texts: str | None = field(default=None, metadata=OMITTED)  # the text set it speaks of
+    condition: str | None = field(default=None, metadata=OMITTED)  # stock, or the arm and seed
 
     def __str__(self) -> str:
-        return f"ALARM {self.kind}: {self.message}"
+        where = f" ({self.condition})" if self.condition else ""
+        return f"ALARM {self.kind}{where}: {self.message}"
 
 
 def loss_alarms(
@@ -25,12 +30,13 @@ def loss_alarms(
 
     The usual causes are a missing (or unwanted) BOS, a foreign tokenizer and a lost precision.
     """
+    measured = f"{what}: loss {loss:.2f} nats per token"
     if loss > log(vocabulary):
-        told = f"above ln(vocabulary) = {log(vocabulary):.2f}: worse than guessing"
-        return (Alarm("loss-above-uniform", f"{what}: loss {loss:.2f} nats per token, {told}"),)
+        limit = f"above ln(vocabulary) = {log(vocabulary):.2f}: worse than guessing"
+        return (Alarm("loss-above-uniform", f"{measured}, {limit}", what),)
     if unigram is not None and loss > unigram:
-        told = f"above {unigram:.2f}, what a unigram model reaches on the same text"
-        return (Alarm("loss-above-unigram", f"{what}: loss {loss:.2f} nats per token, {told}"),)
+        limit = f"above {unigram:.2f}, what a unigram model reaches on the same text"
+        return (Alarm("loss-above-unigram", f"{measured}, {limit}", what),)
     return ()
 
 

@@ -1,10 +1,15 @@
-"""Where a number comes from: texts, settings and versions, as every artefact states them."""
+"""Where a number comes from: texts, settings and versions, as every artefact states them.
+
+And whose it is: `Origin` is what an artefact is of, and `require_same_origin` is the one place that
+refuses to read two things together that are not of the same model, patch, plan and seed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from headwise.errors import ArtefactError
 from headwise.values import OMITTED, Finite
 
 
@@ -46,3 +51,51 @@ class Decisions:
     looks: tuple[int, ...]  # documents at each look
     error_shares: tuple[Finite, ...]  # of the error of 5%, what each look spends
     share_of_all_work: Finite
+
+
+STOCK = ""  # the patch of a model without one
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What an artefact is of, as far as it says: a field that is None is not said."""
+
+    name: str  # the artefact itself, as a message can call it
+    model: str = "an unknown model"  # the id, for people: a copy elsewhere has another
+    base: str | None = None  # fingerprint of the weights before any patch
+    patch: str | None = None  # hash of the (last) patch on it, `STOCK` without one
+    seed: int | None = None
+    kind: str | None = None  # family, shape and precision, where weights are trained on
+
+    def differs_from(self, other: Origin) -> str:
+        """In what two artefacts cannot belong together, in words; empty if in nothing."""
+        for what, ours, theirs in (
+            ("models", self.kind, other.kind),
+            ("base weights", _short(self.model, self.base), _short(other.model, other.base)),
+            ("patches", _patch(self.patch), _patch(other.patch)),
+            ("seeds", self.seed, other.seed),
+        ):
+            known = ours is not None and theirs is not None
+            same = self.base == other.base if what == "base weights" else ours == theirs
+            if known and not same:
+                return f"different {what}: {ours} and {theirs}"
+        return ""
+
+
+def _short(model: str, base: str | None) -> str | None:
+    return None if base is None else f"{model} ({base[:12]})"
+
+
+def _patch(sha256: str | None) -> str | None:
+    return "stock, without a patch" if sha256 == STOCK else sha256 and sha256[:12]
+
+
+def require_same_origin(one: Origin, other: Origin, fix: str = "") -> None:
+    """Refuse two artefacts that are read together and are not of the same thing."""
+    difference = one.differs_from(other)
+    if difference:
+        raise ArtefactError(
+            f"{one.name} and {other.name} do not belong together: {difference}",
+            where=other.name,
+            fix=fix or "pass the artefacts of one run",
+        )

@@ -27,6 +27,8 @@ from headwise.models.loaded_model import LoadedModel
 from headwise.models.patch import Patch
 from headwise.models.tensor_files import write_safetensors
 
+WEIGHTS, ADAPTED_PATCH = "adapter_model.safetensors", "headwise_patch"
+
 
 @dataclass(frozen=True)
 class Factors:
@@ -83,7 +85,7 @@ def export_peft(
             where=f"{len(high)} of {len(found)} projections",
             fix="merge it with `headwise apply`, or pass --full-rank for a large adapter",
         )
-    _write(model, found, loaded.id, out)
+    _write(model, found, loaded.id, out, patch.fingerprint())
     rank, modules = max(one.rank for one in found), tuple(one.module for one in found)
     weights = sum(one.a.numel() + one.b.numel() for one in found)
     difference = (_adapted_logits(model, out) - expected).abs().max()
@@ -139,7 +141,9 @@ def split_rank(
     return (root[:, None] * right[:rank]).float(), b.float()
 
 
-def _write(model: PreTrainedModel, found: Sequence[Factors], base: str, out: Path) -> None:
+def _write(
+    model: PreTrainedModel, found: Sequence[Factors], base: str, out: Path, patch: str
+) -> None:
     """`adapter_config.json` and `adapter_model.safetensors`, all factors padded to one rank."""
     rank = max(1, *(one.rank for one in found))
     biased = any(one.bias is not None for one in found)
@@ -152,7 +156,8 @@ def _write(model: PreTrainedModel, found: Sequence[Factors], base: str, out: Pat
             tensors[f"{prefix}.lora_B.bias"] = _bias(model, one)
     first = model.get_submodule(found[0].module)
     config = _config(base, [one.module for one in found], rank, biased, is_transposed(first))
-    write_safetensors(out / "adapter_model.safetensors", tensors, {"format": "pt"})
+    metadata = {"format": "pt", ADAPTED_PATCH: patch}  # whose adapter it is
+    write_safetensors(out / WEIGHTS, tensors, metadata)
     write_text(out / "adapter_config.json", to_json(config))
 
 

@@ -5,9 +5,15 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from safetensors import safe_open
+
 from headwise.artefacts import write_text
 from headwise.errors import ModelError
+from headwise.handover.adapter import ADAPTED_PATCH, WEIGHTS
 from headwise.handover.card import model_card
+from headwise.handover.weight_files import carries
+from headwise.models.patch import Patch
+from headwise.provenance import Origin, require_same_origin
 from headwise.surgery.values import PATCH
 
 _NEEDED = ("config.json", "adapter_config.json")
@@ -28,13 +34,31 @@ def push(
             fix="pass the folder that `headwise apply` or `headwise export` wrote",
         )
     if run is not None:
+        patch = Path(run) / PATCH
+        if patch.exists():
+            require_same_origin(
+                Origin(str(run), patch=Patch.load(patch).fingerprint()),
+                Origin(str(folder), patch=_patch_in(folder, Patch.load(patch))),
+                fix="push the folder that was made with this run's patch, or name its own --run",
+            )
         write_text(folder / "README.md", model_card(run))
-        if (Path(run) / PATCH).exists():
-            shutil.copyfile(Path(run) / PATCH, folder / PATCH)
+        if patch.exists():
+            shutil.copyfile(patch, folder / PATCH)
     if to.startswith((".", "/")):
         shutil.copytree(folder, to, dirs_exist_ok=True)
         return to
     return _uploaded(folder, to, private)
+
+
+def _patch_in(folder: Path, patch: Patch) -> str:
+    """The hash of `patch` if the folder holds it, else of what it holds, as far as it says."""
+    if (folder / WEIGHTS).exists():
+        with safe_open(str(folder / WEIGHTS), framework="pt") as file:
+            return str((file.metadata() or {}).get(ADAPTED_PATCH, "unknown"))
+    if carries(folder, patch):
+        return patch.fingerprint()
+    other = folder / PATCH  # of an earlier push
+    return Patch.load(other).fingerprint() if other.exists() else "another, or none"
 
 
 def _uploaded(folder: Path, repository: str, private: bool) -> str:

@@ -116,6 +116,28 @@ def holds(folder: Path, model: PreTrainedModel) -> bool:
     return True
 
 
+def carries(folder: Path, patch: Patch) -> bool:
+    """Whether the safetensors of a model directory hold what a patch's slices became."""
+    parts: dict[str, list[Slice]] = {}
+    for part in patch.slices.values():
+        parts.setdefault(part.span.parameter, []).append(part)
+    names, seen = _by_key(parts), set()
+    for shard in folder.glob("*.safetensors"):
+        with safe_open(str(shard), framework="pt") as file:
+            for key in names.keys() & set(file.keys()):
+                tensor = file.get_tensor(key)
+                for part in parts[names[key]]:
+                    if (
+                        tensor.dim() <= part.span.axis
+                        or tensor.shape[part.span.axis] < part.span.stop
+                    ):
+                        return False
+                    if not torch.equal(part.span.within(tensor).to(part.after.dtype), part.after):
+                        return False
+                seen.add(names[key])
+    return seen == set(parts)
+
+
 def _by_key(names: Iterable[str]) -> dict[str, str]:
     """Parameters by what a file may call them: their name, with or without its first part."""
     names = list(names)

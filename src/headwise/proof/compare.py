@@ -8,7 +8,7 @@ layers that the operation cannot reach are counted apart: their change is zero b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +28,7 @@ from headwise.proof.comparison import (
     PlasticityChange,
 )
 from headwise.proof.evaluation import DocumentLosses, Evaluation
+from headwise.proof.origins import last_patch, origin_of, stock_of_run
 from headwise.proof.trajectories import (
     column_trends,
     run_maps,
@@ -36,6 +37,7 @@ from headwise.proof.trajectories import (
     two_phenomena,
 )
 from headwise.proof.zones import Map, Zones, drift_by_zone, transitions, zones_of
+from headwise.provenance import STOCK, Origin, require_same_origin
 from headwise.surgery.plan import SurgeryPlan, join_plans, plans_of
 from headwise.surgery.values import RunSettings
 from headwise.values import to_plain
@@ -51,6 +53,7 @@ class Snapshot:
     evaluation: Evaluation | None = None
     plasticity: PlasticitySummary | None = field(default=None, repr=False)
     triage: Triage | None = field(default=None, repr=False)
+    path: str = ""  # where it was read from
 
 
 def read_snapshot(path: Path) -> Snapshot:
@@ -69,11 +72,11 @@ def read_snapshot(path: Path) -> Snapshot:
     schema = read_json(path).get("schema")
     if schema == "headwise.evaluation/1":
         evaluation = Evaluation.load(path)
-        return Snapshot(evaluation.diagnosis, evaluation, plasticity)
+        return Snapshot(evaluation.diagnosis, evaluation, plasticity, path=str(path))
     if schema == "headwise.triage/1":
         triage = Triage.load(path)
-        return Snapshot(triage.diagnosis, None, plasticity, triage)
-    return Snapshot(Diagnosis.load(path), None, plasticity)
+        return Snapshot(triage.diagnosis, None, plasticity, triage, str(path))
+    return Snapshot(Diagnosis.load(path), None, plasticity, path=str(path))
 
 
 def snapshot_of(side: Snapshot | Evaluation | Diagnosis | Path) -> Snapshot:
@@ -95,16 +98,22 @@ def compare(
     whole_layers: bool = False,
     seed: int = 0,
 ) -> Comparison:
-    """Compare two conditions; `checkpoints` are the run's (step, first-token mass) maps.
+    """Compare two conditions; `run` is the directory of the run that lies between them.
 
-    Their changes are from the run's own map before the operation (step -1), read on the same text.
-    `whole_layers`: the patch changes whole projections (lora), not only the planned heads. Both are
-    read from the directory `run`, if it is given. `seed` is the bootstrap's.
+    `checkpoints` are the run's (step, first-token mass) maps; changes are from its own map before
+    the operation (step -1), read on the same text. `whole_layers`: the patch changes whole
+    projections (lora), not only the planned heads. `seed` is the bootstrap's.
     """
-    if run is not None:
-        checkpoints, whole_layers = run_maps(run), RunSettings.load(run).mode == "lora"
     before, after = snapshot_of(before), snapshot_of(after)
     _require_comparable(before, after)
+    if plan is not None:
+        require_same_origin(_stock(before), origin_of(plan, "the plan"))
+    if run is not None:
+        settings = RunSettings.load(run)
+        require_same_origin(_stock(before), stock_of_run(settings, run))
+        if after.evaluation is not None:
+            require_same_origin(origin_of(after.evaluation, after.path), origin_of(settings, run))
+        checkpoints, whole_layers = run_maps(run), settings.mode == "lora"
     plan = plan or _plan_of(after)
     _require_shapes(before.diagnosis, plan, checkpoints)
     zones = zones_of(before.diagnosis.model, plan, whole_layers=whole_layers)
@@ -129,9 +138,18 @@ def compare(
             before.diagnosis.provenance,
             after.diagnosis.provenance,
             compared_identity(before.evaluation, after.evaluation),
+            None if after.evaluation is None else last_patch(after.evaluation),
         ),
         alarms=_alarms(before.evaluation, after.evaluation),
     )
+
+
+def _stock(before: Snapshot) -> Origin:
+    """The weights that an operation started from."""
+    name = before.path or "the condition before"
+    if before.evaluation is not None:
+        return origin_of(before.evaluation, name)
+    return origin_of(before.diagnosis, name)
 
 
 def compared_identity(before: Evaluation | None, after: Evaluation | None) -> str:
@@ -159,10 +177,9 @@ def _alarms(before: Evaluation | None, after: Evaluation | None) -> tuple[Alarm,
     return merge_alarms(kept, cured)
 
 
-def _unread(found: Evaluation) -> set[str]:
+def _unread(evaluation: Evaluation) -> set[str | None]:
     """Text sets that raised an alarm over their loss."""
-    told = [alarm.message for alarm in found.alarms if alarm.kind.startswith("loss-above")]
-    return {name for name in found.text_sets if any(line.startswith(f"{name}:") for line in told)}
+    return {alarm.texts for alarm in evaluation.alarms if alarm.kind.startswith("loss-above")}
 
 
 def _plan_of(after: Snapshot) -> SurgeryPlan | None:
@@ -187,13 +204,21 @@ def _require_comparable(before: Snapshot, after: Snapshot) -> None:
                 where=f"{left.model.id} and {right.model.id}",
                 fix="compare two conditions of one model",
             )
-    bases = [s.evaluation.model.fingerprint for s in (before, after) if s.evaluation]
-    if len(set(bases)) > 1:
-        raise ArtefactError(
-            "these are different models: the base weights differ",
-            where=f"{left.model.id} and {right.model.id}",
+    if before.evaluation is not None and after.evaluation is not None:
+        stock = origin_of(before.evaluation, before.path or "the evaluation before")
+        treated = origin_of(after.evaluation, after.path or "the evaluation after")
+        require_same_origin(
+            replace(stock, patch=None),  # two patches of one base may be compared
+            replace(treated, patch=None),
             fix="evaluate the same base with and without --patch",
         )
+        if treated.patch == STOCK != stock.patch:
+            raise ArtefactError(
+                f"the two sides are swapped: {stock.name} is of a patched model and "
+                f"{treated.name} of stock",
+                where=left.model.id,
+                fix="pass stock first, the patched model second",
+            )
     hashes = [None if (t := d.provenance.texts) is None else t.sha256 for d in (left, right)]
     if hashes[0] != hashes[1]:
         raise ArtefactError(

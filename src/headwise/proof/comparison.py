@@ -22,7 +22,7 @@ from headwise.proof.zones import Drift, Transitions
 from headwise.provenance import Provenance
 from headwise.surgery.plan import SurgeryPlan
 from headwise.tables import tables_html
-from headwise.values import Finite, HeadArray, from_plain, plain_fields
+from headwise.values import OMITTED, Finite, HeadArray, from_plain, plain_fields
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -64,6 +64,8 @@ class ComparisonProvenance:
     before: Provenance
     after: Provenance
     identity: str = ""  # of the two evaluations that were compared
+    # hash of the last patch on the side after, "" for stock; None: of diagnoses alone, or older
+    patch: str | None = field(default=None, metadata=OMITTED)
 
 
 @dataclass(frozen=True)

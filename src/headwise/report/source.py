@@ -22,12 +22,14 @@ from headwise.integrity.checksums import require_run
 from headwise.intervals import Interval
 from headwise.models.values import ModelInfo, model_name
 from headwise.plasticity.values import PlasticitySummary, find_plasticity
-from headwise.proof.compare import compare
+from headwise.proof.compare import compare, compared_identity
 from headwise.proof.comparison import Comparison
 from headwise.proof.completed_texts import Completions
 from headwise.proof.evaluation import DocumentLosses, Evaluation
+from headwise.proof.origins import origin_of, stock_of_run
 from headwise.proof.trajectories import run_maps
 from headwise.proof.zones import Map, Mask, Zones, zones_of
+from headwise.provenance import Origin, require_same_origin
 from headwise.studies.study import started_study
 from headwise.studies.summary import StudySummary
 from headwise.surgery.plan import join_plans, plans_of
@@ -157,11 +159,15 @@ class Source:
     @property
     def alarms(self) -> tuple[Alarm, ...]:
         """What every artefact here says against believing it."""
-        values: list[Diagnosis | Evaluation | Comparison | RunSettings | Completions | None] = []
-        for found in self.conditions:
-            values += [found.diagnosis, found.evaluation, found.comparison, found.run]
-        kept = [value.alarms for value in (*values, self.completions) if value is not None]
-        return merge_alarms(*kept)
+        kept: list[Alarm] = []
+        for condition in self.conditions:
+            parts = (condition.diagnosis, condition.evaluation, condition.comparison, condition.run)
+            alarms = merge_alarms(*(part.alarms for part in parts if part is not None))
+            known = {
+                replace(alarm, condition=None) for alarm in kept
+            }  # a comparison repeats stock's
+            kept += [replace(a, condition=condition.label) for a in alarms if a not in known]
+        return merge_alarms(kept, () if self.completions is None else self.completions.alarms)
 
     @property
     def model(self) -> ModelInfo | None:
@@ -251,20 +257,18 @@ def read_source(
 
 def _triage(source: Source, named: Path | None) -> Triage | None:
     """The triage that is named (a file or a folder), or one nearby of the same weights."""
-    ours = None if source.model is None else source.model.fingerprint
+    stock = None if source.stock is None else source.stock.diagnosis
+    ours = None if stock is None else origin_of(stock, source.folder)
     if named is not None:
-        found = Triage.load(named if named.is_file() else named / TRIAGE)
-        if ours is not None and found.model.fingerprint != ours:
-            raise ArtefactError(
-                f"a triage of other weights ({found.model.id}, not {source.model_id})",
-                where=named,
-                fix="pass the triage of the stock model",
-            )
-        return found
+        triage = Triage.load(named if named.is_file() else named / TRIAGE)
+        if ours is not None:
+            fix = "pass the triage of the stock model"
+            require_same_origin(ours, origin_of(triage, named), fix)
+        return triage
     folder = source.folder
     for place in (folder, folder / "stock", folder.parent / "triage"):
         near = _optional(place / TRIAGE, Triage.load)
-        if near is not None and near.model.fingerprint == ours:
+        if near is not None and ours and not ours.differs_from(origin_of(near, place)):
             return near
     return None
 
@@ -284,7 +288,10 @@ def _read_folder(folder: Path, before: Path | None, after: Path | None) -> Sourc
         return _read_film(folder)
     if any((folder / name).exists() for name in ("diagnosis.json", "evaluation.json")):
         stock = _read_condition(folder, arm="model")
-        return Source(folder, "measurement", folder.name, stock, completions=_completions(folder))
+        measured = stock.evaluation or stock.diagnosis
+        ours = None if measured is None else origin_of(measured, folder)
+        completions = _completions(folder, ours)
+        return Source(folder, "measurement", folder.name, stock, completions=completions)
     raise ArtefactError(
         "nothing to report: no study.json, run.json, watch.jsonl, diagnosis.json or "
         "evaluation.json",
@@ -322,6 +329,14 @@ def _read_study(folder: Path) -> Source:
             fix="run `headwise study` again: it goes on where it stopped",
         )
     summary = _optional(folder / "summary.json", StudySummary.load)
+    ours = replace(origin_of(stock.evaluation or stock.diagnosis, folder / "stock"), patch=None)
+    for run in runs:
+        where = folder / "runs" / run.key / "evaluation.json"
+        if run.evaluation is not None:
+            require_same_origin(ours, origin_of(run.evaluation, where))
+        if run.comparison is not None and stock.evaluation is not None:
+            identity = compared_identity(stock.evaluation, run.evaluation)
+            require_run(run.comparison.provenance.identity, identity, where)
     return Source(
         folder,
         "study",
@@ -329,7 +344,7 @@ def _read_study(folder: Path) -> Source:
         stock,
         tuple(runs),
         summary,
-        _completions(folder),
+        _completions(folder, ours),
         tuple(missing),
     )
 
@@ -347,31 +362,38 @@ def _read_run(folder: Path, before: Path | None, after: Path | None) -> Source:
     run = RunSettings.load(folder)
     arm = "auto" if (folder / THERAPY).exists() else run.name
     condition = _read_condition(folder, arm=arm, seed=run.seed)
-    judged = condition.evaluation or _evaluation(folder, after, "after")
-    stock_side = _evaluation(folder, before, "before")
+    ours = origin_of(run, folder / RUN)
+    judged = condition.evaluation or _evaluation(folder, after, "after", ours)
+    stock_side = _evaluation(folder, before, "before", stock_of_run(run, folder / RUN))
     if judged is not None:
         condition = replace(condition, diagnosis=judged.diagnosis, evaluation=judged)
     if judged is None or stock_side is None:
         stock = stock_of(condition)
     else:
         stock = Condition("stock", diagnosis=stock_side.diagnosis, evaluation=stock_side)
-        found = condition.comparison or compare(stock_side, judged, run=folder)
-        condition = replace(condition, comparison=found)
-    return Source(folder, "run", folder.name, stock, (condition,), completions=_completions(folder))
+        comparison = condition.comparison or compare(stock_side, judged, run=folder)
+        condition = replace(condition, comparison=comparison)
+    completions = _completions(folder, ours)
+    return Source(folder, "run", folder.name, stock, (condition,), completions=completions)
 
 
-def _evaluation(folder: Path, named: Path | None, side: str) -> Evaluation | None:
-    """An evaluation that is named (a file or a folder), or one beside the run that fits it."""
+def _evaluation(folder: Path, named: Path | None, side: str, ours: Origin) -> Evaluation | None:
+    """An evaluation that is named (a file or a folder), or one beside the run that is of it.
+
+    A default is never taken by its folder's name alone: it must say the same base and patch.
+    """
     if named is not None:
-        return Evaluation.load(named if named.is_file() else named / "evaluation.json")
+        path = named if named.is_file() else named / "evaluation.json"
+        evaluation = Evaluation.load(path)
+        require_same_origin(ours, origin_of(evaluation, path), f"pass this run's --{side}")
+        return evaluation
     path = folder.parent / side / "evaluation.json"
     if not path.exists():
         return None
-    found, run = Evaluation.load(path), RunSettings.load(folder)
-    ours = found.model.fingerprint == run.fingerprint
-    plans = [plan.targets for plan in plans_of(found.patches)]
-    fits = plans == ([] if side == "before" else [run.plan.targets])
-    return found if ours and fits else None
+    evaluation = Evaluation.load(path)
+    theirs = origin_of(evaluation, path)
+    sure = ours.patch is not None and theirs.patch is not None
+    return evaluation if sure and not ours.differs_from(theirs) else None
 
 
 def stock_of(after: Condition) -> Condition | None:
@@ -392,10 +414,20 @@ def _read_condition(
     folder: Path, *, arm: str, seed: int | None = None, number: int = 1, last: bool = True
 ) -> Condition:
     evaluation = _optional(folder / "evaluation.json", Evaluation.load)
-    run = RunSettings.load(folder) if (folder / RUN).exists() else None
-    if run is not None and evaluation is not None:
-        _require_of_run(evaluation, run, folder / "evaluation.json")
+    comparison = _optional(folder / "comparison.json", Comparison.load)
     diagnosis = _optional(folder / "diagnosis.json", Diagnosis.load)
+    run = RunSettings.load(folder) if (folder / RUN).exists() else None
+    ours = None if run is None else origin_of(run, folder / RUN)
+    if ours is not None:
+        # a second pass starts from a patched model: its base is not the evaluation's
+        ours = ours if number == 1 else replace(ours, base=None)
+        require_same_origin(Origin(f"the study's {folder}", seed=seed), ours)
+        diagnosis = None  # that of its evaluation counts
+    elif diagnosis is not None:
+        ours = replace(origin_of(diagnosis, folder / "diagnosis.json"), patch=None)
+    for name, artefact in (("evaluation.json", evaluation), ("comparison.json", comparison)):
+        if ours is not None and artefact is not None:
+            require_same_origin(ours, origin_of(artefact, folder / name))
     maps = run_maps(folder, folder.parent if number > 1 else folder)
     return Condition(
         arm,
@@ -404,7 +436,7 @@ def _read_condition(
         last,
         diagnosis=diagnosis or (None if evaluation is None else evaluation.diagnosis),
         evaluation=evaluation,
-        comparison=_optional(folder / "comparison.json", Comparison.load),
+        comparison=comparison,
         run=run,
         trace=tuple(read_trace(folder)),
         steps=tuple((step, mass) for step, mass in maps if step >= 0),
@@ -414,15 +446,11 @@ def _read_condition(
     )
 
 
-def _require_of_run(found: Evaluation, run: RunSettings, path: Path) -> None:
-    """Refuse an evaluation of another run's patch beside a run; older files do not say."""
-    told = found.patches[-1].sha256 if found.patches else None
-    if told is not None:
-        require_run(told, run.patch, path)
-
-
-def _completions(folder: Path) -> Completions | None:
-    return _optional(folder / "completions.json", Completions.load)
+def _completions(folder: Path, ours: Origin | None = None) -> Completions | None:
+    completions = _optional(folder / "completions.json", Completions.load)
+    if completions is not None and ours is not None:
+        require_same_origin(ours, origin_of(completions, folder / "completions.json"))
+    return completions
 
 
 def _optional(path: Path, load: Callable[[Path], Artefact]) -> Artefact | None:

@@ -44,8 +44,6 @@ def plan_spans(model: PreTrainedModel, plan: SurgeryPlan) -> dict[str, Span]:
 def require_planned_model(model: PreTrainedModel, plan: SurgeryPlan, *, force: bool) -> str:
     """Refuse a plan that was made for another model; returns the fingerprint of the weights."""
     geometry = geometry_of(model)
-    _require_equal_layers(model)
-    require_plain(model, {head.layer for head in plan.target_heads})
     shape = (plan.model.num_layers, plan.model.num_heads, plan.model.num_kv_heads)
     actual = (geometry.num_layers, geometry.num_heads, geometry.num_kv_heads)
     if shape != actual:
@@ -54,6 +52,8 @@ def require_planned_model(model: PreTrainedModel, plan: SurgeryPlan, *, force: b
             where=f"plan made for {plan.model.id}",
             fix="make a plan from this model's own diagnosis",
         )
+    _require_equal_layers(model)  # after the shape: a foreign plan names layers that are not here
+    require_plain(model, {head.layer for head in plan.target_heads})
     fingerprint = weight_fingerprint(model)
     if not force and fingerprint != plan.model.fingerprint:
         raise ArtefactError(

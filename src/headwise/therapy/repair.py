@@ -25,6 +25,7 @@ from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.patch import Patch
 from headwise.models.values import PatchInfo
 from headwise.progress import Budget, Progress, Work, silent, stage, unlimited
+from headwise.provenance import Origin, require_same_origin
 from headwise.ranks import by_the_first, is_first
 from headwise.settings import changed
 from headwise.surgery.fitting import fit_request
@@ -351,9 +352,13 @@ def _drop_cache(out: Path) -> None:
 
 def finished_run(out: Path) -> RepairRun:
     """A run that was finished before, from its directory."""
-    run = RunSettings.load(out)
-    state = RunState.of_finished(out, run.recipe.steps)
-    return RepairRun(out, run, Patch.load(out / PATCH), state)
+    run, patch = RunSettings.load(out), Patch.load(out / PATCH)
+    require_same_origin(
+        Origin(str(out / "run.json"), patch=run.patch or None),
+        Origin(str(out / PATCH), patch=patch.fingerprint()),
+        fix="put the patch of this run back, or start anew in another --out",
+    )
+    return RepairRun(out, run, patch, RunState.of_finished(out, run.recipe.steps))
 
 
 def _stock_reading(loaded: LoadedModel, job: Job) -> tuple[float | None, float | None]:

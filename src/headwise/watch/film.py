@@ -31,7 +31,7 @@ from headwise.errors import ArtefactError
 from headwise.heads import Head, heads_where
 from headwise.integrity.checksums import checked_rows, sealed_row
 from headwise.models.values import ModelInfo
-from headwise.provenance import Provenance
+from headwise.provenance import Origin, Provenance, require_same_origin
 from headwise.values import Finite, HeadArray, from_plain, plain_fields, to_plain
 from headwise.watch.trend import HeadAlarm, TrendRule, rule_alarms
 
@@ -250,6 +250,11 @@ def resumed_film(folder: Path, settings: WatchSettings, until: int) -> Film:
     if b"".join(rows) != whole:
         write_bytes(path, b"".join(rows))
     film = Film.load(folder)
+    require_same_origin(
+        Origin(str(folder / WATCH), kind=_kind(film.settings.model)),
+        Origin(settings.model.id, kind=_kind(settings.model)),
+        fix="go on with the model and the precision it began with, or choose another folder",
+    )
     if film.settings.identity != settings.identity:
         raise ArtefactError(
             "this film was made of another model, or on other texts or lengths",
@@ -257,6 +262,13 @@ def resumed_film(folder: Path, settings: WatchSettings, until: int) -> Film:
             fix="go on with the settings it began with, or choose another folder",
         )
     return film
+
+
+def _kind(model: ModelInfo) -> str:
+    """What training does not change: family, shape and precision."""
+    shape = f"{model.num_layers} layers x {model.num_heads} heads"
+    keys = f"{model.num_kv_heads} key/value heads of {model.head_dim}"
+    return f"{model.model_type} of {shape}, {keys}, {model.dtype}"
 
 
 def _step_of(row: bytes, path: Path) -> int:

@@ -1,0 +1,45 @@
+"""What each artefact is of, as `Origin`: the one way in which verbs ask whose numbers they read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from headwise.diagnosis.triage_values import Triage
+from headwise.diagnosis.values import Diagnosis
+from headwise.models.values import PatchInfo
+from headwise.proof.comparison import Comparison
+from headwise.proof.completed_texts import Completions
+from headwise.proof.evaluation import Evaluation
+from headwise.provenance import STOCK, Origin
+from headwise.surgery.plan import SurgeryPlan
+from headwise.surgery.values import RunSettings
+
+Artefact = RunSettings | Evaluation | Comparison | Diagnosis | Triage | SurgeryPlan | Completions
+
+
+def origin_of(artefact: Artefact, name: object) -> Origin:
+    """What an artefact says of itself; `name` is how a message calls it (its path)."""
+    name = str(name)
+    if isinstance(artefact, RunSettings):
+        patch = artefact.patch or None  # not before it is finished
+        return Origin(name, artefact.model, artefact.fingerprint, patch, artefact.seed)
+    if isinstance(artefact, Evaluation):
+        return Origin(name, artefact.model.id, artefact.model.fingerprint, last_patch(artefact))
+    if isinstance(artefact, Comparison):
+        patch = artefact.provenance.patch
+        return Origin(name, artefact.model.id, artefact.model.fingerprint, patch)
+    if isinstance(artefact, Completions):
+        model = artefact.provenance.model
+        return Origin(name) if model is None else Origin(name, model.id, model.fingerprint)
+    return Origin(name, artefact.model.id, artefact.model.fingerprint)
+
+
+def stock_of_run(run: RunSettings, name: object) -> Origin:
+    """What an evaluation of stock must be of to stand before a run."""
+    return replace(origin_of(run, name), patch=STOCK)
+
+
+def last_patch(evaluation: Evaluation) -> str | None:
+    """The hash of the last patch, `STOCK` without one; older files do not say."""
+    last: PatchInfo | None = evaluation.patches[-1] if evaluation.patches else None
+    return STOCK if last is None else last.sha256
