@@ -306,6 +306,19 @@ def test_a_head_without_an_interval_is_not_judged(low, documents):
     assert found.heads["L0H1"].useful is None
 
 
+def test_a_head_that_costs_no_more_than_in_stock_is_not_recovered():
+    """It cost 0.147 in stock and 0.119 afterwards, and was called recovered, in green."""
+    one = Interval(0.1, 0.05, 0.15)
+    found = recovered("healthy", 0.1)
+    assert found.candidates == ["L0H1"]
+    fell = found.with_rises({"L0H1": Interval(-0.028, -0.05, 0.01)}, (one, one, one))
+    assert (fell.functional, fell.exceptions) == (0, ("L0H1",))
+    assert fell.heads["L0H1"].outcome == "no more use than in stock"
+    rose = found.with_rises({"L0H1": Interval(0.02, 0.01, 0.03)}, (one, one, one))
+    assert rose.functional == 1
+    assert rose.joint_now == one
+
+
 def test_without_an_operation_there_is_no_recovery():
     well = diagnosed_as("healthy")
     assert recovery_of(well, well, HeadCosts(8, {}, {}), []) is None
@@ -383,6 +396,11 @@ def test_an_evaluation_holds_what_compare_needs_and_survives_its_file(evaluated,
     assert evaluated.recovery.operated == 2
     # silenced heads are worth nothing, so a sham never counts as functional
     assert evaluated.recovery.functional == 0
+    # and the same documents say what the two heads were worth in stock, and what the patch costs
+    joint = evaluated.recovery
+    assert joint.joint_now.value == pytest.approx(0, abs=1e-6)
+    assert joint.joint_rise.value == pytest.approx(joint.joint_now.value - joint.joint_stock.value)
+    assert set(evaluated.against_stock) == set(evaluated.text_sets)
     assert evaluated.heads.ablation_zero["L0H1"].value == pytest.approx(0, abs=1e-6)
     path = evaluated.save(tmp_path / "evaluation.json")
     again = Evaluation.load(path)

@@ -2,7 +2,7 @@
 
 One artefact for one condition (a model, perhaps with patches). It keeps the loss of every document,
 so that `compare` can pair two conditions document by document, and the heads' classes and ablation
-costs, so that functional recovery can be told: not sick *and* useful with 95% confidence.
+costs, so that functional recovery can be told: not sick *and* of more use than in stock.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from headwise.errors import SelectionError, TextError
 from headwise.forward.guard import guard
 from headwise.forward.interventions import ZERO, Variant, mean_output
 from headwise.forward.mean_outputs import means_measurement
-from headwise.forward.measurements import Measurement, run_measurement, run_measurements
-from headwise.forward.variant_losses import variant_losses
+from headwise.forward.measurements import Measurement, run_measurements
+from headwise.forward.variant_losses import VariantLosses, variant_losses
 from headwise.heads import JOINT, Head, all_heads, select_heads
-from headwise.intervals import mean_intervals
+from headwise.intervals import Interval, mean_interval, mean_intervals
 from headwise.models.architectures import attention_layers, geometry_of, is_packed
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.patch import Patch, applied
@@ -44,6 +44,7 @@ from headwise.proof.evaluation import (
     HeadCost,
     HeadCosts,
     MlpDormancy,
+    Recovery,
     recovery_of,
 )
 from headwise.proof.first_order import first_order_importance
@@ -121,9 +122,13 @@ def evaluate(
     how = _How(loaded.length(max_length), max_texts, batch_size, adaptive, seed, progress)
     wanted = _wanted(loaded, heads, joint, told)
     budget(loaded.model, _work(loaded, sets, wanted, how, diagnoses=1 + bool(read and not stock)))
+    unpatched: Mapping[str, TextLosses] = {}
     if read and stock is None:
-        stock = run_measurement(
-            loaded.model, _diagnosis_measurement(loaded, sets, how), progress=progress
+        unpatched, stock = run_measurements(
+            loaded.model,
+            [_losses_measurement(loaded, sets, how), _diagnosis_measurement(loaded, sets, how)],
+            title="losses and heads of stock",
+            progress=progress,
         )
     before = _Before(base, tuple(told), stock, merge_alarms(loaded.alarms, _leaks(read, sets)))
     with applied(loaded.model, read, force=force):
@@ -133,7 +138,54 @@ def evaluate(
 
             scores = run_tasks(loaded.model, loaded.tokenizer, tasks, batch_size=batch_size)
             found = replace(found, tasks=scores)
+    if unpatched:
+        found = replace(found, against_stock=_changes(unpatched, found, seed))
+    if found.recovery is not None and f"{JOINT}operated" in found.heads.ablation_zero:
+        recovery = _with_rises(loaded, read, found.recovery, _judged(sets, how), how, force)
+        found = replace(found, recovery=recovery)
     return found
+
+
+def _changes(
+    stock: Mapping[str, TextLosses], now: Evaluation, seed: int
+) -> dict[str, Interval] | None:
+    """Loss with the patches minus that of stock, paired by document."""
+    return {
+        name: mean_interval(
+            np.array(now.text_sets[name].document_loss_sums) - before.sums, before.tokens, seed=seed
+        )
+        for name, before in stock.items()
+    }
+
+
+def _with_rises(
+    loaded: LoadedModel,
+    patches: Sequence[Patch],
+    recovery: Recovery,
+    judged: TextSet,
+    how: _How,
+    force: bool,
+) -> Recovery:
+    """What losing a recovered head costs more than in stock, and all treated heads together.
+
+    Both models read every judged document, so that the difference is paired; only heads that pass
+    all other tests are asked, so a sham costs one more ablation.
+    """
+    encoded = encode_for(loaded, judged.texts, max_length=how.max_length)
+    names, every = recovery.candidates, tuple(sorted(map(Head.parse, recovery.heads)))
+    variants = [Variant((Head.parse(name),), ZERO) for name in names] + [Variant(every, ZERO)]
+
+    def measure() -> VariantLosses:
+        title = "treated heads, beside stock"
+        return variant_losses(loaded.model, encoded, variants, title=title, progress=how.progress)
+
+    stock = measure()
+    with applied(loaded.model, patches, force=force):
+        now = measure()
+    rises = mean_intervals(now.deltas - stock.deltas, now.tokens, seed=how.seed)
+    sides = [mean_interval(side.deltas[-1], side.tokens, seed=how.seed) for side in (stock, now)]
+    known = dict(zip(names, rises[:-1], strict=True))
+    return recovery.with_rises(known, (*sides, rises[-1]))
 
 
 def _work(

@@ -8,6 +8,7 @@ from headwise.heads import JOINT
 from headwise.tables import Table, table
 
 if TYPE_CHECKING:
+    from headwise.intervals import Interval
     from headwise.proof.comparison import Comparison
     from headwise.proof.completed_texts import Completions
     from headwise.proof.evaluation import Evaluation
@@ -22,6 +23,10 @@ def evaluation_tables(found: Evaluation) -> list[Table]:
         for name, entry in found.text_sets.items()
     ]
     tables = [table("perplexity (95% interval)", ("texts", "documents", "tokens", "ppl"), losses)]
+    if found.against_stock:
+        changes = [(name, c, loss_verdict(c)) for name, c in found.against_stock.items()]
+        title = "loss against stock, paired"
+        tables.append(table(title, ("texts", "nats per token", "this patch"), changes))
     costs = found.heads.ablation_zero
     order = sorted(costs, key=lambda name: -costs[name].value)
     named = [name for name in order if name.startswith(JOINT)]
@@ -34,7 +39,18 @@ def evaluation_tables(found: Evaluation) -> list[Table]:
         columns = ("operated", "sick in stock", "not sick now", "judged", "recovered", "harmed")
         row = [getattr(found.recovery, key) for key in keys]
         tables.append(table("recovery", columns, [row]))
+        joint = (found.recovery.joint_stock, found.recovery.joint_now, found.recovery.joint_rise)
+        if joint[-1] is not None:
+            title = "loss without all treated heads together (nats per token)"
+            tables.append(table(title, ("in stock", "now", "difference"), [joint]))
     return tables
+
+
+def loss_verdict(change: Interval) -> str:
+    """What a change of loss means for the model, in three words."""
+    if change.low > 0:
+        return "makes it WORSE"
+    return "makes it better" if change.high < 0 else "no difference shown"
 
 
 def comparison_tables(found: Comparison) -> list[Table]:

@@ -240,8 +240,9 @@ def _by_function(source: Source, main: Condition) -> Finding | None:
     if not ours.tested:
         return Finding("By function", ours.untested, "caution")
     text = (
-        f"{ours} judged heads are functionally recovered: sick in stock, not sick now, and "
-        "ablating them raises held-out loss with 95% confidence."
+        f"Alone: {ours} judged heads are functionally recovered: sick in stock, not sick now, and "
+        "ablating them costs held-out loss, more than it did in stock, with 95% confidence."
+        + _together(main)
     )
     others = []
     for arm in source.arms():
@@ -255,8 +256,25 @@ def _by_function(source: Source, main: Condition) -> Finding | None:
         text += (
             f" In stock, {useful} of these heads cost loss when ablated (false discovery rate 5%)."
         )
-    tone: Tone = "good" if 2 * sum(ours.passed) > sum(ours.operated) else "bad"
+    # heads that work in a model that reads worse are no success: the loss gives the colour
+    change = source.against_stock(main.arm)
+    most = 2 * sum(ours.passed) > sum(ours.operated)
+    tone: Tone = "plain"
+    if change is not None and (change.high < 0 or change.low > 0):
+        tone = "bad" if change.low > 0 else "good" if most else "plain"
     return Finding("By function", text, tone)
+
+
+def _together(main: Condition) -> str:
+    """What all treated heads are worth at once: single heads carry little of a joint gain."""
+    recovery = None if main.evaluation is None else main.evaluation.recovery
+    if recovery is None or recovery.joint_now is None:
+        return ""
+    text = f" Together: losing all treated heads costs {interval(recovery.joint_now)} nats now"
+    if recovery.joint_stock is not None and recovery.joint_rise is not None:
+        text += f"; in stock: {interval(recovery.joint_stock)}"
+        text += f"; the rise is {interval(recovery.joint_rise)}"
+    return text + "."
 
 
 def _useful_in_stock(source: Source, main: Condition) -> int | None:
