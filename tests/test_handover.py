@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import shutil
 from dataclasses import replace
@@ -14,6 +15,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from conftest import tiny_language_model
+from headwise.artefacts import save_artefact
 from headwise.errors import HeadwiseError, ModelError
 from headwise.handover.adapter import export_peft, split_rank
 from headwise.handover.card import model_card
@@ -25,6 +27,7 @@ from headwise.models.loading import load_model
 from headwise.models.patch import Patch, Slice
 from headwise.models.slices import spans_of
 from headwise.models.values import PatchInfo
+from headwise.report.source import read_source
 from planned import weight_bits
 from reportstudy import build_study
 
@@ -280,6 +283,27 @@ def test_a_run_without_evaluation_makes_no_claim(tmp_path):
     assert "No claim is made." in model_card(run)
 
 
+def test_a_card_before_evaluation_carries_the_harm_and_the_slices_that_the_run_knows(
+    tokenizer, tmp_path
+):
+    """It said `repaired`, and queries, keys and values where the patch held q and o alone."""
+    study = build_study(tmp_path / "study", seeds=(0,))
+    run = study / "runs" / "surgery-s0"
+    for name in ("evaluation.json", "comparison.json"):
+        (run / name).unlink()
+    body = json.loads((run / "run.json").read_text())
+    best = min(check.loss for check in read_source(run).runs[0].validations)
+    body["stock_loss"] = best - 0.8693
+    body.pop("checksum", None)
+    save_artefact(run / "run.json", "run", {k: v for k, v in body.items() if k != "schema"})
+    patch_of(tiny_language_model("llama"), released, "qo").save(run / "patch.safetensors")
+    card = model_card(run)
+    assert "0.8693 nats per token worse than stock" in card
+    assert "repaired" not in card
+    assert "reinitialised the queries and silenced the outputs" in card
+    assert "keys" not in card
+
+
 def test_a_comparison_is_also_a_csv(tmp_path):
     from headwise.proof.comparison import Comparison
 
@@ -314,10 +338,24 @@ def test_transformer_lens_reads_a_merged_directory(tokenizer, tmp_path):
         torch.testing.assert_close(bridge(IDS), loaded.model(IDS).logits, atol=1e-4, rtol=1e-4)
 
 
-def test_every_artefact_is_a_frame():
+@pytest.mark.parametrize(
+    "place",
+    [
+        "diagnosis.values.Diagnosis",
+        "diagnosis.triage_values.Triage",
+        "diagnosis.survey.Survey",
+        "surgery.plan.SurgeryPlan",
+        "therapy.repair.RepairRun",
+        "therapy.values.Therapy",
+        "proof.evaluation.Evaluation",
+        "proof.comparison.Comparison",
+        "proof.completed_texts.Completions",
+        "plasticity.run.Plasticity",
+        "studies.summary.StudySummary",
+        "watch.film.Film",
+    ],
+)
+def test_every_artefact_is_a_frame(place):
     """Whatever a verb gives back can go on in pandas."""
-    kinds = (
-        "Diagnosis Triage Survey SurgeryPlan RepairRun Therapy Evaluation Comparison Completions"
-    )
-    for name in [*kinds.split(), "Plasticity", "StudySummary", "Film"]:
-        assert callable(getattr(headwise, name).to_frame), name
+    module, _, name = place.rpartition(".")
+    assert callable(getattr(importlib.import_module(f"headwise.{module}"), name).to_frame)

@@ -445,6 +445,44 @@ def test_the_verdict_starts_with_the_size_of_the_effect(study):
     assert judge(read_source(study)).basis.startswith("Perplexity falls by 4.2% (21.45 to 20.54).")
 
 
+def test_recovered_heads_in_a_model_that_got_worse_are_not_green(study):
+    source = read_source(study)
+    worse = {
+        name: told(d, (0.2, 0.1, 0.3))
+        for name, d in source.summary.against_stock["surgery"].items()
+    }
+    against = {**source.summary.against_stock, "surgery": worse}
+    harmed = replace(source, summary=replace(source.summary, against_stock=against))
+    tones = [
+        next(f.tone for f in judge(one).findings if f.title == "By function")
+        for one in (source, harmed)
+    ]
+    assert tones == ["good", "bad"]
+
+
+def test_the_verdict_says_what_treated_heads_are_worth_alone_together_and_in_stock(study):
+    source = read_source(study)
+    joint = Interval(0.229, 0.155, 0.304), Interval(-0.0004, -0.001, 0.0002)
+    runs = tuple(
+        replace(
+            c,
+            evaluation=replace(
+                c.evaluation,
+                recovery=replace(
+                    c.evaluation.recovery,
+                    joint_now=joint[0],
+                    joint_stock=joint[1],
+                    joint_rise=joint[0],
+                ),
+            ),
+        )
+        for c in source.runs
+    )
+    found = judge(replace(source, runs=runs)).findings
+    text = next(f.text for f in found if f.title == "By function")
+    assert re.search(r"Alone: .*Together: .*\+0\.2290 .*in stock: -0\.0004", text)
+
+
 def test_heads_that_were_never_ablated_are_not_called_healthy_or_recovered():
     assert Recovered((0,), (0,)).untested.startswith("No treated head was ablated")
     assert str(Recovered((0,), (0,), were_sick=False)) == "none sick in stock"

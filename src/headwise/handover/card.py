@@ -13,7 +13,11 @@ from headwise.report.verdict import judge, main_run
 def model_card(run: Path | str) -> str:
     """What was done, controls, intervals and how to undo it, as Markdown for a hub."""
     source = read_source(Path(run))
-    parts = [_front(source), f"# {source.model_name}, repaired with headwise"]
+    main = main_run(source)
+    change = None if main is None else source.against_stock(main.arm)
+    # "repaired" is a claim about held-out text, not about having run the verb
+    done = "repaired" if change is not None and change.high < 0 else "changed"
+    parts = [_front(source), f"# {source.model_name}, {done} with headwise"]
     parts += [*_verdict(judge(source)), *_done(source), *_controls(source), *_undo(source)]
     return "\n\n".join(part for part in parts if part) + "\n"
 

@@ -8,13 +8,14 @@ What is missing is None or empty, and the tables say so in words.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
 from headwise.alarms import Alarm, merge_alarms
+from headwise.artefacts import parse_json
 from headwise.diagnosis.triage_values import Triage
 from headwise.diagnosis.values import Diagnosis, diagnosis_from
 from headwise.errors import ArtefactError
@@ -34,7 +35,7 @@ from headwise.studies.study import started_study
 from headwise.studies.summary import StudySummary
 from headwise.surgery.plan import join_plans, plans_of
 from headwise.surgery.run_state import RUN, TraceRow, TrainStep, Validation, read_trace
-from headwise.surgery.values import RunSettings
+from headwise.surgery.values import PATCH, RunSettings
 from headwise.therapy.values import THERAPY, Therapy
 from headwise.watch.film import FILM, Film
 
@@ -60,6 +61,8 @@ class Condition:
     before: Map | None = field(default=None, repr=False)  # as `steps`, before the operation
     film: Film | None = field(default=None, repr=False)  # of a training run that was watched
     therapy: Therapy | None = field(default=None, repr=False)  # what `auto` found and chose
+    # slices in the patch, such as L5H14.q, with their numbers of weights
+    slices: Mapping[str, int] = field(default_factory=dict, repr=False)
 
     @property
     def key(self) -> str:
@@ -443,7 +446,22 @@ def _read_condition(
         plasticity=find_plasticity(folder, *([folder.parent] if folder.name == "stock" else [])),
         before=next((mass for step, mass in maps if step < 0), None),
         therapy=_optional(folder / THERAPY, lambda path: Therapy.load(path.parent)),
+        slices=_optional(folder / PATCH, patch_slices) or {},
     )
+
+
+def patch_slices(path: Path) -> dict[str, int]:
+    """The slices of a patch and their sizes, from the file's header alone: no torch."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > path.stat().st_size:
+            raise ArtefactError("not a safetensors file", where=path)
+        header = parse_json(file.read(length).decode("utf-8", "replace"), path)
+    return {
+        name.removesuffix(".after"): math.prod(entry["shape"])
+        for name, entry in header.items()
+        if name.endswith(".after")
+    }
 
 
 def _completions(folder: Path, ours: Origin | None = None) -> Completions | None:

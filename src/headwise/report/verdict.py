@@ -72,6 +72,7 @@ def _judge(source: Source) -> Verdict:
     found += [
         _operation(source, main),
         _untrained(main),
+        _own_validation(source, main),
         _by_mass(source, main),
         _by_function(source, main),
     ]
@@ -184,9 +185,14 @@ def _operation(source: Source, main: Condition) -> Finding | None:
     summary = (passes[0].run or main.run).plan.summary
     if summary is None:
         return None
-    seeds, steps = len(source.of_arm(main.arm)), passes[0].steps_taken
+    first = passes[0]
+    seeds, steps = len(source.of_arm(main.arm)), first.steps_taken
+    changed = _changed_slices(first)
     verb = {
-        "surgery": "reinitialised the queries, keys and values and silenced the output of",
+        "surgery": f"reinitialised the {_listed(changed[:-1] or changed)} and silenced the "
+        f"{changed[-1]} of"
+        if changed[-1:] == ["outputs"]
+        else "reinitialised",
         "gradient-only": "trained, without reinitialising,",
         "sham": "reinitialised and silenced, without training,",
         "ablate": "silenced",
@@ -194,22 +200,50 @@ def _operation(source: Source, main: Condition) -> Finding | None:
         "random-heads": "reinitialised healthy heads, as many as",
     }.get(main.mode, "changed")
     if main.mode == "surgery" and main.run.plan.treatments:
-        told = {"none": "no treatment, but training,"}
+        words = {"none": "no treatment, but training,"}
         given = main.run.plan.treatments.items()
-        verb = f"gave {', '.join(f'{told.get(name, name)} to {heads}' for name, heads in given)}: "
+        verb = f"gave {', '.join(f'{words.get(name, name)} to {heads}' for name, heads in given)}: "
         verb += "treated"
-    share = summary.trainable_share
+    weights = sum(first.slices.values()) or summary.trainable_weights
+    total = None if source.model is None else source.model.num_parameters
+    share = weights / total if total else summary.trainable_share
     text = f"{main.arm.capitalize()} {verb} {summary.heads} heads in {summary.layers} layers"
     if steps:
         text += (
-            f", then trained only their {summary.trainable_weights:,} weights"
+            f", then trained only their {weights:,} weights"
             + (f" ({share:.2%} of the model)" if share else "")
             + f" for {steps} steps on {main.run.corpus.name!r}"
         )
+    if first.slices:
+        text += f". The patch holds their {_listed(changed)}, and nothing else"
     if len(passes) > 1:
         again = len(main.run.plan.target_heads)
         text += f"; a second pass treated {_count(again, 'head')} that were still or newly sick"
     return Finding("What was done", f"{text}; {_count(seeds, 'seed')}.")
+
+
+_ROLES = {"q": "queries", "k": "keys", "v": "values", "o": "outputs"}
+
+
+def _changed_slices(condition: Condition) -> list[str]:
+    """Queries, keys, values, outputs: those that the patch holds; all where it is not at hand."""
+    held = {name.rpartition(".")[2].removesuffix("_bias") for name in condition.slices}
+    return [word for role, word in _ROLES.items() if role in held or not condition.slices]
+
+
+def _own_validation(source: Source, main: Condition) -> Finding | None:
+    """What the run itself knows of the loss, where no evaluation says more."""
+    stock = None if main.run is None else main.run.stock_loss
+    if source.against_stock(main.arm) is not None or stock is None or not main.validations:
+        return None
+    now = min(check.loss for check in main.validations)
+    change = now - stock
+    words = "worse than" if change > 0 else "better than" if change < 0 else "as good as"
+    text = (
+        f"On the run's own validation text the patch is {abs(change):.4f} nats per token {words} "
+        f"stock ({stock:.4f} before, {now:.4f} after). It was not evaluated on held-out text."
+    )
+    return Finding("What the run itself knows", text, "bad" if change > 0 else "plain")
 
 
 def _count(number: int, noun: str) -> str:
