@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     names = [chosen.name] if chosen.name in BENCHMARKS else quick if chosen.quick else BENCHMARKS
     from headwise.cli.progress_bar import progress_bars
 
-    with progress_bars(False) as progress:
+    with progress_bars() as progress:
         options = Options(chosen.out, chosen.model, chosen.repeats, chosen.quick, progress)
         for name in names:
             run_benchmark(name, options)

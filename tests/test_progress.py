@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+from contextvars import ContextVar
 
 from headwise.cli import progress_bar
 from headwise.cli.progress_bar import progress_bars
@@ -25,8 +26,9 @@ def test_every_item_is_told_when_it_is_done():
     assert list(track([], "nothing", lambda *what: told.append(what))) == told == []
 
 
-def test_quiet_is_silent(capsys):
-    with progress_bars(True) as progress:
+def test_quiet_is_silent(capsys, monkeypatch):
+    monkeypatch.setattr(progress_bar, "quiet", ContextVar("asked", default=True))
+    with progress_bars() as progress:
         assert progress is silent
         stage("a stage", progress)
         list(track("abc", "letters", progress))
@@ -36,7 +38,7 @@ def test_quiet_is_silent(capsys):
 def test_without_a_terminal_there_are_lines_now_and_then(capsys, monkeypatch):
     clock = iter(range(0, 1000, 6))
     monkeypatch.setattr(progress_bar.time, "monotonic", lambda: next(clock))
-    with progress_bars(False) as progress:
+    with progress_bars() as progress:
         stage("a stage", progress)
         for done in range(7):
             progress("work", done, 6, f"loss {done}" if done else "")
@@ -48,7 +50,7 @@ def test_without_a_terminal_there_are_lines_now_and_then(capsys, monkeypatch):
 def test_on_a_terminal_a_bar_is_drawn_and_taken_away(capsys, monkeypatch):
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
-    with progress_bars(False) as progress:
+    with progress_bars() as progress:
         stage("a stage", progress)
         progress("work", 1, 3, "")
         progress("work", 2, 3, "loss 0.5")
@@ -64,7 +66,7 @@ def test_on_a_terminal_a_bar_is_drawn_and_taken_away(capsys, monkeypatch):
 def test_a_bar_that_an_error_leaves_behind_is_removed(monkeypatch):
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
-    with contextlib.suppress(ValueError), progress_bars(False) as progress:
+    with contextlib.suppress(ValueError), progress_bars() as progress:
         progress("work", 0, 3, "")
         raise ValueError
     assert screen.getvalue().count("\x1b[?25l") == screen.getvalue().count("\x1b[?25h") == 1

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from typing import Annotated, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import pytest
 import typer
+from pydantic import BaseModel
+from typer.testing import CliRunner
 from typing_extensions import Doc
 
 import headwise
 from headwise.cli import app, handover, heads, proof, study, triage, watch
 from headwise.cli.verbs import verb
+from headwise.keywords import ChangesOf
 from headwise.models.settings import LoadSettings
 
 # What only a person at a terminal needs: where to write, what to print, which files to read.
@@ -115,8 +118,6 @@ class Asked:
 
 
 def test_settings_are_put_together_from_options(monkeypatch):
-    from typer.testing import CliRunner
-
     own = typer.Typer()
     monkeypatch.setattr("headwise.cli.verbs.app", own)
     seen = []
@@ -133,9 +134,34 @@ def test_settings_are_put_together_from_options(monkeypatch):
     assert run(own, ["--hidden", "4"]).exit_code == 2
 
 
-def test_a_wrong_value_is_refused_before_anything_is_loaded(monkeypatch):
-    from typer.testing import CliRunner
+class Filed(BaseModel):
+    """Settings of a file, of which options change some."""
 
+    steps: Annotated[int, Doc("How many.")] = 400
+    fast: Annotated[bool, Doc("A switch.")] = False
+    keep: int = 2  # no Doc: an option of this name is another thing
+
+
+def test_changes_are_what_was_given_and_nothing_else(monkeypatch):
+    own = typer.Typer()
+    monkeypatch.setattr("headwise.cli.verbs.app", own)
+    seen = []
+
+    @verb("Short.", example="ask")
+    def ask(
+        changes: Annotated[dict[str, Any], ChangesOf(Filed)],
+        keep: Annotated[str | None, Doc("Another.")] = None,
+    ) -> None:
+        """Long."""
+        seen.append((changes, keep))
+
+    run = CliRunner().invoke
+    for words in ([], ["--steps", "0", "--keep", "a"], ["--fast"]):
+        assert run(own, words).exit_code == 0
+    assert seen == [({}, None), ({"steps": 0}, "a"), ({"fast": True}, None)]
+
+
+def test_a_wrong_value_is_refused_before_anything_is_loaded(monkeypatch):
     monkeypatch.setattr("headwise.cli.options.announce", lambda *_: pytest.fail("it loads"))
     for words in (
         ["diagnose", "m", "--sink", "2"],

@@ -401,7 +401,7 @@ def test_a_new_study_file_is_a_valid_study_and_replaces_nothing(tmp_path, monkey
 
 def test_the_demo_runs_without_the_lora_extra(monkeypatch, capsys):
     demo = load_study("demo")
-    assert _runnable(demo, quiet=False) == demo
+    assert _runnable(demo) == demo
     monkeypatch.setattr("headwise.cli.study.find_spec", lambda name: None)
-    assert [arm.mode for arm in _runnable(demo, quiet=False).arms].count("lora") == 0
+    assert [arm.mode for arm in _runnable(demo).arms].count("lora") == 0
     assert "headwise[lora]" in capsys.readouterr().out

@@ -104,7 +104,7 @@ def test_lines_break_at_words_on_a_terminal_and_nowhere_in_a_log(monkeypatch, ca
 
 def test_figures_are_counted_not_listed(capsys, tmp_path):
     names = ["diagnosis.json", "a_map.png", "a_map.svg", "b_map.png", "b_map.svg"]
-    wrote([tmp_path / name for name in names], False)
+    wrote([tmp_path / name for name in names])
     assert capsys.readouterr().out == f"wrote diagnosis.json, 2 figures (PNG, SVG) in {tmp_path}\n"
 
 

@@ -23,6 +23,13 @@ class Flags:
     names: str
 
 
+@dataclass(frozen=True)
+class ChangesOf:
+    """Marks a mapping of changes to a settings file: fields with a `Doc` are options, if given."""
+
+    model: type
+
+
 Backend = Literal["joblib", "dask"]
 Seed = Annotated[int, Doc("Seed of everything random."), Ge(0), Le(2**32 - 1)]
 MaxLength = Annotated[int, Doc("Cut each text at this many tokens."), Ge(2)]

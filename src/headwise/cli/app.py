@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib.metadata import version
 from typing import Annotated, Any
 
@@ -22,6 +23,9 @@ class _Verbs(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         return sorted(super().list_commands(ctx), key=STORY.index)
+
+
+quiet: ContextVar[bool] = ContextVar("quiet", default=False)  # --quiet of the verb that runs
 
 
 app = typer.Typer(

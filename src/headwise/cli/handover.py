@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from typing_extensions import Doc
 
-from headwise.cli.options import Quiet, load
+from headwise.cli.options import load
 from headwise.cli.verbs import verb
 from headwise.models.settings import LoadSettings
 
@@ -25,7 +25,6 @@ def export(
     model: Annotated[str | None, Doc("The base; default: the one the patch names.")] = None,
     full_rank: Annotated[bool, Doc("Also if the change is not of low rank.")] = False,
     force: Annotated[bool, Doc("Accept another base.")] = False,
-    quiet: Quiet = False,
 ) -> None:
     """Write a patch of low rank as an exact PEFT adapter, and prove it."""
     from headwise.cli.show import console
@@ -36,11 +35,11 @@ def export(
     base = model or read.info.base_model
     loaded = load(base, replace(loading, dtype=loading.dtype or read.dtype))
     made = export_peft(loaded, read, peft, full_rank=full_rank, force=force)
-    console(quiet).print(
+    console().print(
         f"rank {made.rank} in {len(made.modules)} projections, {made.num_weights:,} weights; "
         f"logits of base + adapter and of the patched model differ by {made.largest_difference:.1e}"
     )
-    console(quiet).print(f"wrote a PEFT adapter of {base} in {made.folder}", style="dim")
+    console().print(f"wrote a PEFT adapter of {base} in {made.folder}", style="dim")
 
 
 @verb("Model card and upload.", example="push repaired/ me/repaired --run out/run")
@@ -49,11 +48,10 @@ def push(
     to: Annotated[str, typer.Argument(metavar="REPO", help="A hub id, or a local folder.")],
     run: Annotated[Path | None, Doc("The run whose artefacts the model card tells.")] = None,
     private: Annotated[bool, Doc("A private repository.")] = False,
-    quiet: Quiet = False,
 ) -> None:
     """Write a model card from the artefacts and upload the folder."""
     from headwise.cli.show import console
     from headwise.handover.push import push as upload
 
     place = upload(folder, to, run=run, private=private)
-    console(quiet).print(f"pushed {folder} with its model card to {place}")
+    console().print(f"pushed {folder} with its model card to {place}")

@@ -14,7 +14,6 @@ from headwise.cli.options import (
     Figures,
     Model,
     Out,
-    Quiet,
     alarm,
     announce,
     load,
@@ -23,8 +22,8 @@ from headwise.cli.options import (
 )
 from headwise.cli.verbs import verb
 from headwise.diagnosis.settings import DiagnoseSettings
-from headwise.keywords import Bos, Seed, Stream, keywords_of
-from headwise.models.settings import LoadSettings
+from headwise.keywords import Bos, Seed, keywords_of
+from headwise.models.settings import LoadSettings, ReaderSettings
 from headwise.surgery.plan_settings import PlanSettings
 from headwise.texts.settings import TextSettings
 
@@ -37,26 +36,22 @@ def diagnose(
     model: Model,
     texts: TextSettings,
     settings: DiagnoseSettings,
-    loading: LoadSettings,
-    bos: Bos = None,
-    stream: Stream = None,
+    reading: ReaderSettings,
     figures: Figures = True,
     out: Out = Path("out/diagnosis"),
-    quiet: Quiet = False,
 ) -> None:
     """Measure every head: where its attention goes, what it gives, whether it collapsed."""
-    announce(model, quiet)
+    announce(model)
     from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import console, head_grid, rich_table
     from headwise.diagnosis.diagnose import diagnose as run
     from headwise.diagnosis.view import diagnosis_table
 
     given = texts.read()
-    cut = settings.max_length
-    loaded = load_reader(model, loading, bos=bos, stream=stream, max_length=cut, quiet=quiet)
-    with resumable("nothing was written"), progress_bars(quiet) as progress:
+    loaded = load_reader(model, reading, settings.max_length)
+    with resumable("nothing was written"), progress_bars() as progress:
         diagnosis = run(loaded, given, **keywords_of(settings), progress=progress)
-    written, screen = [diagnosis.save(out / "diagnosis.json")], console(quiet)
+    written, screen = [diagnosis.save(out / "diagnosis.json")], console()
     if figures:
         screen.print("drawing figures", style="dim")
         from headwise.diagnosis.figures import diagnosis_figures
@@ -64,8 +59,8 @@ def diagnose(
         written += diagnosis_figures(diagnosis, out)
     screen.print(head_grid(diagnosis))
     screen.print(rich_table(diagnosis_table(diagnosis)))
-    wrote(written, quiet)
-    alarm(diagnosis.alarms, quiet)
+    wrote(written)
+    alarm(diagnosis.alarms)
 
 
 @verb(
@@ -81,7 +76,6 @@ def survey(
     loading: LoadSettings,
     bos: Bos = None,
     out: Out = Path("out/survey"),
-    quiet: Quiet = False,
 ) -> None:
     """Compare several models, or saved diagnoses, in one table and one figure."""
     from headwise.cli.progress_bar import progress_bars
@@ -91,7 +85,7 @@ def survey(
     from headwise.diagnosis.view import survey_table
     from headwise.drawing import save_figure
 
-    with resumable("nothing was written"), progress_bars(quiet) as progress:
+    with resumable("nothing was written"), progress_bars() as progress:
         result = run(
             sources,
             texts=texts.read(),
@@ -104,8 +98,8 @@ def survey(
         result.save(out / "survey.json"),
         *save_figure(survey_panels(result), out / "survey"),
     ]
-    print_tables([survey_table(result)], quiet)
-    wrote(written, quiet)
+    print_tables([survey_table(result)])
+    wrote(written)
 
 
 @verb("Is the family known, and are its heads separable?", example="check MODEL")
@@ -115,16 +109,15 @@ def check(
     write_row: Annotated[bool, Doc("Print the model's row, to contribute it.")] = False,
     out: Out = Path("out/check"),
     seed: Seed = 0,
-    quiet: Quiet = False,
 ) -> None:
     """Is the architecture known, and are its heads separable?"""
-    announce(model, quiet)
+    announce(model)
     from headwise.artefacts import save_artefact
     from headwise.cli.show import check_text, console
     from headwise.errors import UnknownArchitectureError
     from headwise.forward.separability import check as run
 
-    screen = console(quiet)
+    screen = console()
     loaded = load(model, loading)
     screen.print("moving every kind of slice, one at a time", style="dim")
     result = run(loaded.model, seed=seed)
@@ -140,7 +133,7 @@ def check(
         from headwise.models.families.proposal import row_text
 
         typer.echo(row_text(loaded.model.config.model_type, architecture_of(loaded.model)))
-    wrote([path], quiet)
+    wrote([path])
 
 
 @verb(
@@ -153,7 +146,6 @@ def plan(
     ],
     settings: PlanSettings,
     out: Annotated[Path, Doc("The plan file.")] = Path("plan.yaml"),
-    quiet: Quiet = False,
 ) -> None:
     """Turn a diagnosis into a plan: which heads to operate on, and how.
 
@@ -179,8 +171,8 @@ def plan(
     made = make_plan(source, measures=costs, **keywords_of(settings))
     path = out if out.suffix in (".yaml", ".yml") else out / "plan.yaml"
     made.save(path)
-    print_tables([made.table()], quiet)
-    wrote([path], quiet)
+    print_tables([made.table()])
+    wrote([path])
 
 
 @verb(
@@ -194,10 +186,9 @@ def apply(
     out: Out = Path("out/model"),
     undo: Annotated[bool, Doc("Take the patches out again.")] = False,
     force: Annotated[bool, Doc("Accept another base.")] = False,
-    quiet: Quiet = False,
 ) -> None:
     """Write an ordinary model directory with patches merged in, or taken out again."""
-    announce(model, quiet)
+    announce(model)
     from headwise.cli.show import console
     from headwise.handover.merging import apply_patches
     from headwise.models.patch import Patch
@@ -205,6 +196,6 @@ def apply(
     read = [Patch.load(path) for path in patches]
     loaded = load(model, replace(loading, dtype=loading.dtype or read[0].dtype))
     apply_patches(loaded, read, out, undo=undo, force=force)
-    console(quiet).print(
+    console().print(
         f"wrote a model with {len(read)} patch(es) {'undone' if undo else 'merged'} in {out}"
     )

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typing_extensions import Doc
 
+from headwise.cli.app import quiet
 from headwise.keywords import keywords_of
-from headwise.models.settings import LoadSettings
+from headwise.models.settings import LoadSettings, ReaderSettings
 
 if TYPE_CHECKING:
     from headwise.alarms import Alarm
@@ -28,16 +29,13 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 Out = Annotated[Path, Doc("Folder for what is written.")]
 
 
-Quiet = Annotated[bool, Doc("Print nothing but errors.")]
-
-
 Figures = Annotated[bool, Doc("Draw the figures too.")]
 
 
 Yes = Annotated[bool, Doc("Start even if it takes over 24 h or all memory.")]
 
 
-def minding(quiet: bool, yes: bool) -> Budget:
+def minding(yes: bool) -> Budget:
     """What a verb gives to its library function: say what the work will cost, refuse the absurd."""
     from headwise.cli.show import console
 
@@ -45,7 +43,7 @@ def minding(quiet: bool, yes: bool) -> Budget:
         from headwise.cost import estimate_cost, require_affordable
 
         cost = estimate_cost(model, work)
-        console(quiet).print(str(cost), style="dim")
+        console().print(str(cost), style="dim")
         require_affordable(cost, work, yes)
 
     return mind
@@ -71,28 +69,20 @@ def load(
     return loaded
 
 
-def announce(name: str, quiet: bool) -> None:
+def announce(name: str) -> None:
     """Say that a model is being loaded before torch is, which alone takes seconds."""
     from headwise.cli.show import console
 
-    console(quiet).print(f"loading {name}", style="dim")
+    console().print(f"loading {name}", style="dim")
 
 
-def load_reader(
-    name: str,
-    loading: LoadSettings,
-    *,
-    quiet: bool,
-    bos: bool | None = None,
-    stream: bool | None = None,
-    max_length: int | None = None,
-) -> LoadedModel:
+def load_reader(name: str, reading: ReaderSettings, max_length: int | None = None) -> LoadedModel:
     """Load a model that is to read text, and say how its texts will start and where they end."""
     from headwise.cli.show import console
     from headwise.models.stored_weights import stored_weights
 
-    screen = console(quiet)
-    loaded = load(name, loading, bos=bos, stream=stream)
+    screen = console()
+    loaded = load(name, reading.loading, bos=reading.bos, stream=reading.stream)
     stored = stored_weights(loaded.model)
     if stored is not None:
         size = f"{stored.num_bytes / 1e9:.1f} GB of weights stay on disk"
@@ -104,19 +94,19 @@ def load_reader(
     return loaded
 
 
-def alarm(alarms: Sequence[Alarm], quiet: bool) -> None:
+def alarm(alarms: Sequence[Alarm]) -> None:
     """Say what makes the numbers not worth believing, last and in red."""
     from rich.console import Console
 
     from headwise.ranks import is_first
 
-    silent, log = quiet or not is_first(), not sys.stderr.isatty()
+    silent, log = quiet.get() or not is_first(), not sys.stderr.isatty()
     screen = Console(stderr=True, quiet=silent, highlight=False, soft_wrap=log)
     for one in alarms:
         screen.print(str(one), style="bold red", markup=False)
 
 
-def wrote(paths: list[Path], quiet: bool) -> None:
+def wrote(paths: list[Path]) -> None:
     """Say which files were written."""
     from headwise.cli.show import console
 
@@ -127,4 +117,4 @@ def wrote(paths: list[Path], quiet: bool) -> None:
         figures = len({path.stem for path in drawings})
         names.append(f"{figures} figure{'s' * (figures > 1)} (PNG, SVG)")
     line = f"wrote {', '.join(names)} in {', '.join(map(str, folders))}"
-    console(quiet).print(line, style="dim")
+    console().print(line, style="dim")

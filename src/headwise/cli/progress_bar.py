@@ -17,6 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from headwise.cli.app import quiet
 from headwise.cli.show import console
 from headwise.progress import Progress, silent
 from headwise.ranks import is_first
@@ -25,9 +26,9 @@ _PLAIN_EVERY = 15.0  # seconds between plain progress lines
 
 
 @contextmanager
-def progress_bars(quiet: bool) -> Iterator[Progress]:
+def progress_bars() -> Iterator[Progress]:
     """What a verb gives to its library function; a bar that an error leaves behind is removed."""
-    if quiet or not is_first():
+    if quiet.get() or not is_first():
         yield silent
     elif sys.stderr.isatty():
         live = _LiveBar()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from annotated_types import Ge
 from typing_extensions import Doc
 
 from headwise.cli.app import resumable
@@ -15,7 +14,6 @@ from headwise.cli.options import (
     Figures,
     Model,
     Out,
-    Quiet,
     Yes,
     alarm,
     announce,
@@ -24,9 +22,9 @@ from headwise.cli.options import (
     wrote,
 )
 from headwise.cli.verbs import verb
-from headwise.keywords import Backend, BatchSize, Bos, Patches, Seed, Stream, keywords_of
-from headwise.models.settings import LoadSettings
-from headwise.plasticity.settings import CaptureSettings, Definition
+from headwise.keywords import BatchSize, Bos, ChangesOf, Patches, Seed, keywords_of
+from headwise.models.settings import LoadSettings, ReaderSettings
+from headwise.plasticity.settings import CaptureSettings, PlasticitySettings
 from headwise.proof.settings import EvaluateSettings, Sampling
 from headwise.texts.settings import TextSettings
 
@@ -44,34 +42,30 @@ def evaluate(
     model: Model,
     texts: TextSettings,
     settings: EvaluateSettings,
-    loading: LoadSettings,
-    bos: Bos = None,
-    stream: Stream = None,
+    reading: ReaderSettings,
     out: Out = Path("out/evaluation"),
     yes: Yes = False,
-    quiet: Quiet = False,
 ) -> None:
     """Perplexities with intervals, what every head is worth, dormant neurons."""
-    announce(model, quiet)
+    announce(model)
     from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import print_tables
     from headwise.proof.evaluate import evaluate as run
     from headwise.proof.view import evaluation_tables
 
     given = texts.read()
-    cut = settings.max_length
-    loaded = load_reader(model, loading, bos=bos, stream=stream, max_length=cut, quiet=quiet)
-    with resumable("nothing was written"), progress_bars(quiet) as progress:
+    loaded = load_reader(model, reading, settings.max_length)
+    with resumable("nothing was written"), progress_bars() as progress:
         found = run(
             loaded,
             None if given is None else [given],
             **keywords_of(settings),
-            budget=minding(quiet, yes),
+            budget=minding(yes),
             progress=progress,
         )
-    print_tables(evaluation_tables(found), quiet)
-    wrote([found.save(out / "evaluation.json")], quiet)
-    alarm(found.alarms, quiet)
+    print_tables(evaluation_tables(found))
+    wrote([found.save(out / "evaluation.json")])
+    alarm(found.alarms)
 
 
 @verb(
@@ -87,10 +81,9 @@ def complete(
     batch_size: BatchSize = 10,
     bos: Bos = None,
     out: Out = Path("out/completions"),
-    quiet: Quiet = False,
 ) -> None:
     """Complete prompts with the stock model and with each patch, side by side."""
-    announce(model, quiet)
+    announce(model)
     from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import print_tables
     from headwise.proof.completed_texts import read_prompts
@@ -98,22 +91,22 @@ def complete(
     from headwise.proof.view import completions_table
 
     chosen = None if prompts is None else read_prompts(prompts)
-    loaded = load_reader(model, loading, quiet=quiet, bos=bos)
-    with resumable("nothing was written"), progress_bars(quiet) as progress:
+    loaded = load_reader(model, ReaderSettings(loading, bos))
+    with resumable("nothing was written"), progress_bars() as progress:
         found = run(
             loaded, chosen, sampling, patches=patches, batch_size=batch_size, progress=progress
         )
-    print_tables([completions_table(found)], quiet)
-    _show_some(found, quiet)
-    wrote([found.save(out / "completions.json")], quiet)
-    alarm(found.alarms, quiet)
+    print_tables([completions_table(found)])
+    _show_some(found)
+    wrote([found.save(out / "completions.json")])
+    alarm(found.alarms)
 
 
-def _show_some(found: Completions, quiet: bool) -> None:
+def _show_some(found: Completions) -> None:
     """The first two prompts through every condition, a line each."""
     from headwise.cli.show import console
 
-    screen = console(quiet)
+    screen = console()
     for number in range(min(2, len(found.conditions["stock"]))):
         screen.print(f"> {found.conditions['stock'][number].prompt.text[:76]}", markup=False)
         for name, rows in found.conditions.items():
@@ -133,7 +126,6 @@ def compare(
     csv: Annotated[bool, Doc("Also comparison.csv, a row a head.")] = False,
     out: Out = Path("out/comparison"),
     seed: Seed = 0,
-    quiet: Quiet = False,
 ) -> None:
     """What changed between two conditions: classes, drift by zone, columns, paired losses."""
     from headwise.artefacts import write_text
@@ -149,12 +141,12 @@ def compare(
         run=run,
         seed=seed,
     )
-    print_tables(comparison_tables(found), quiet)
+    print_tables(comparison_tables(found))
     written = [found.save(out / "comparison.json")]
     if csv:
         written.append(write_text(out / "comparison.csv", found.to_csv()))
-    wrote(written, quiet)
-    alarm(found.alarms, quiet)
+    wrote(written)
+    alarm(found.alarms)
 
 
 @verb(
@@ -165,28 +157,24 @@ def capture(
     model: Model,
     texts: TextSettings,
     settings: CaptureSettings,
-    loading: LoadSettings,
+    reading: ReaderSettings,
     layers: Annotated[str | None, Doc("e.g. 0-5,29")] = None,
     heads: Annotated[str | None, Doc("Query heads: a selection or indices.")] = None,
     patches: Patches = (),
     batch_size: BatchSize = 4,
     resume: Annotated[bool, Doc("Go on with a capture.")] = False,
-    bos: Bos = None,
-    stream: Stream = None,
     out: Out = Path("out/qk"),
     yes: Yes = False,
-    quiet: Quiet = False,
 ) -> None:
     """Record query and key vectors as Parquet, in the sniffed-qk layout."""
-    announce(model, quiet)
+    announce(model)
     from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import console
     from headwise.plasticity.capture import capture as run
 
     given = texts.read()
-    cut = settings.max_length
-    loaded = load_reader(model, loading, bos=bos, stream=stream, max_length=cut, quiet=quiet)
-    with resumable(f"add --resume to go on in {out}"), progress_bars(quiet) as progress:
+    loaded = load_reader(model, reading, settings.max_length)
+    with resumable(f"add --resume to go on in {out}"), progress_bars() as progress:
         captured = run(
             loaded,
             given,
@@ -197,44 +185,24 @@ def capture(
             settings=settings,
             batch_size=batch_size,
             resume=resume,
-            budget=minding(quiet, yes),
+            budget=minding(yes),
             progress=progress,
         )
     count, files = sum(captured.rows.values()), len(captured.rows)
     told = f"{count:,} query and key vectors, {files} files, in {captured.folder}"
-    console(quiet).print(told + (f"\nnote: {captured.note}" if captured.note else ""))
-
-
-def _pairs(text: str | None) -> int | str | None:
-    if text is None or text == "all":
-        return text
-    if not (text.isdecimal() and text.isascii() and 0 < len(text) < 16 and int(text) > 0):
-        raise typer.BadParameter(f"--pairs {text[:40]!r} is neither `all` nor a number above 0")
-    return int(text)
+    console().print(told + (f"\nnote: {captured.note}" if captured.note else ""))
 
 
 @verb("How easily a head changes its preference of keys.", example="plasticity out/qk")
 def plasticity(
+    changes: Annotated[dict[str, Any], ChangesOf(PlasticitySettings)],
     folder: Annotated[
         Path | None, typer.Argument(metavar="[DIR]", help="Captured vectors; all is discovered.")
     ] = None,
     config: Annotated[Path | None, Doc("A YAML file with the settings.")] = None,
-    definition: Annotated[Definition | None, Doc("How plasticity is defined.")] = None,
-    pairs: Annotated[str | None, Doc("Key pairs a cell: all, or a number.")] = None,
-    max_pairs: Annotated[
-        int | None, Doc("Sample a key bucket with more pairs; 200,000."), Ge(1)
-    ] = None,
-    max_rows: Annotated[int | None, Doc("Sample a head with more vectors; 50,000."), Ge(2)] = None,
-    heads: Annotated[str | None, Doc("A selection such as L0-3H2.")] = None,
-    workers: Annotated[int | None, Doc("Processes; all cores."), Ge(1)] = None,
-    backend: Annotated[Backend | None, Doc("joblib or dask")] = None,
-    scheduler: Annotated[str | None, Doc("Address of a Dask scheduler.")] = None,
-    legacy_columns: Annotated[bool, Doc("The public code's column names.")] = False,
     resume: Annotated[bool, Doc("Keep finished heads.")] = False,
     figures: Figures = True,
     out: Out = Path("out/plasticity"),
-    seed: Annotated[int | None, Doc("Seed of everything random.")] = None,
-    quiet: Quiet = False,
 ) -> None:
     """Measure how easily each head's preference between two keys changes as queries move on."""
     from headwise.cli.progress_bar import progress_bars
@@ -242,42 +210,30 @@ def plasticity(
 
     if (folder is None) == (config is None):
         raise typer.BadParameter("pass either a folder of captured vectors or --config")
-    console(quiet).print(f"reading {folder or config}", style="dim")
+    console().print(f"reading {folder or config}", style="dim")
     from headwise.plasticity.figures import plasticity_figures
     from headwise.plasticity.run import measure_plasticity
 
-    given = {
-        "definition": definition,
-        "pairs": _pairs(pairs),
-        "max_pairs": max_pairs,
-        "max_tokens_per_head": max_rows,
-        "heads": heads,
-        "max_workers": workers,
-        "backend": backend,
-        "scheduler": scheduler,
-        "legacy_columns": legacy_columns or None,
-        "seed": seed,
-    }
     going_on = resumable(f"add --resume to keep the finished heads in {out}")
-    with going_on, progress_bars(quiet) as progress:
+    with going_on, progress_bars() as progress:
         found = measure_plasticity(
             folder or config,  # type: ignore[arg-type]
             out=out,
             resume=resume,
             progress=progress,
-            **{key: value for key, value in given.items() if value is not None},
+            **changes,
         )
     drawn = " and figures" if figures and found.heads else ""
     if drawn:
         plasticity_figures(found, out)
-    _tell_plasticity(found, f"tables, plasticity.json{drawn} in {out}", quiet)
+    _tell_plasticity(found, f"tables, plasticity.json{drawn} in {out}")
 
 
-def _tell_plasticity(found: Plasticity, written: str, quiet: bool) -> None:
+def _tell_plasticity(found: Plasticity, written: str) -> None:
     from headwise.cli.show import console, plasticity_table
 
-    console(quiet).print(plasticity_table(found))
-    console(quiet).print(f"{found.caps}\nwrote {written}", style="dim")
+    console().print(plasticity_table(found))
+    console().print(f"{found.caps}\nwrote {written}", style="dim")
     _end_on_failures(found.failures)
 
 

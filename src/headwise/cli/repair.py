@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from annotated_types import Ge
 from typing_extensions import Doc
 
 from headwise.cli.app import resumable
-from headwise.cli.options import Model, Quiet, Yes, alarm, announce, load_reader, minding, wrote
+from headwise.cli.options import Model, Yes, alarm, announce, load_reader, minding, wrote
 from headwise.cli.verbs import verb
-from headwise.keywords import Bos, Seed
-from headwise.models.settings import LoadSettings
+from headwise.keywords import Bos, ChangesOf, Seed
+from headwise.models.settings import LoadSettings, ReaderSettings
 from headwise.surgery.plan_settings import Mode
+from headwise.surgery.recipe import Recipe, recipe_named
 
 if TYPE_CHECKING:
     from headwise.surgery.plan import SurgeryPlan
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 def repair(
     model: Model,
     loading: LoadSettings,
+    changes: Annotated[dict[str, Any], ChangesOf(Recipe)],
     plan: Annotated[Path | None, Doc("plan.yaml; auto finds sick heads.")] = None,
     corpus: Annotated[Sequence[str], Doc("Text to train on.")] = (),
     out: Annotated[Path, Doc("The run directory.")] = Path("out/run"),
@@ -40,10 +41,6 @@ def repair(
     dose: Annotated[float | None, Doc("How much of the treatment.")] = None,
     keep: Annotated[Sequence[str], Doc("Texts on which the model is held to what it said.")] = (),
     recipe: Annotated[str | None, Doc("A bundled recipe or a .yaml file.")] = None,
-    steps: Annotated[int | None, Doc("Optimizer steps."), Ge(0)] = None,
-    lr: Annotated[float | None, Doc("Peak learning rate.")] = None,
-    block: Annotated[int | None, Doc("Tokens a training block."), Ge(8)] = None,
-    batch_size: Annotated[int | None, Doc("Blocks a forward pass."), Ge(1)] = None,
     lines: Annotated[bool, Doc("In .txt files every line is a text.")] = False,
     resume: Annotated[bool, Doc("Go on with the run in --out.")] = False,
     force: Annotated[bool, Doc("Accept other weights.")] = False,
@@ -51,13 +48,11 @@ def repair(
     bos: Bos = None,
     seed: Seed = 0,
     yes: Yes = False,
-    quiet: Quiet = False,
 ) -> None:
     """Operate on the plan's heads and train only their slices, or run a control."""
-    announce(model, quiet)
+    announce(model)
     from headwise.cli.progress_bar import progress_bars
     from headwise.surgery.plan import SurgeryPlan
-    from headwise.surgery.recipe import recipe_named
     from headwise.surgery.settings import RepairRequest
     from headwise.texts.text_sets import default_corpus, default_texts, read_texts
 
@@ -73,7 +68,7 @@ def repair(
         treatment=treatment,
         dose=dose,
         recipe=recipe_named(recipe) if recipe else None,
-        changes=_given(steps=steps, lr=lr, block=block, batch_size=batch_size),
+        changes=changes,
         seed=seed,
         keep=None if kept is None else kept.describe(),
         excluded=excluded.describe(),
@@ -84,8 +79,8 @@ def repair(
     request.require_plan()
     from headwise.therapy.repair import fulfil
 
-    loaded = load_reader(model, loading, quiet=quiet, bos=bos)
-    with resumable(f"add --resume to go on in {out}"), progress_bars(quiet) as progress:
+    loaded = load_reader(model, ReaderSettings(loading, bos))
+    with resumable(f"add --resume to go on in {out}"), progress_bars() as progress:
         done = fulfil(
             loaded,
             request,
@@ -94,25 +89,20 @@ def repair(
             keep=kept,
             excluded=excluded.texts,
             resume=resume,
-            budget=minding(quiet, yes),
+            budget=minding(yes),
             progress=progress,
         )
-    _tell(done, chosen, quiet)
+    _tell(done, chosen)
 
 
-def _given(**options: float | None) -> dict[str, float]:
-    """The options that were named."""
-    return {key: value for key, value in options.items() if value is not None}
-
-
-def _tell(done: RepairRun, plan: SurgeryPlan | None, quiet: bool) -> None:
+def _tell(done: RepairRun, plan: SurgeryPlan | None) -> None:
     from headwise.cli.show import console
 
     for line in repaired(done, plan):
-        console(quiet).print(line)
+        console().print(line)
     names = ("patch.safetensors", "trace.jsonl", "maps.jsonl", "run.json", "therapy.json")
-    wrote([done.out / name for name in names if (done.out / name).exists()], quiet)
-    alarm(done.alarms, quiet)
+    wrote([done.out / name for name in names if (done.out / name).exists()])
+    alarm(done.alarms)
 
 
 def repaired(done: RepairRun, plan: SurgeryPlan | None) -> Iterator[str]:

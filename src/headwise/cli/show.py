@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from headwise.cli.app import quiet
 from headwise.diagnosis.view import CLASS_COLOURS
 from headwise.tables import Table, table
 
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
 CLASS_LETTERS = {"healthy": "·", "low_entropy": "e", "sink": "s", "dead": "D"}
 
 
-def console(quiet: bool = False) -> Console:
-    """Standard output; silent if asked. Lines break at words on a terminal, in a log not at all."""
-    return Console(quiet=quiet, highlight=False, soft_wrap=not sys.stdout.isatty())
+def console() -> Console:
+    """Standard output, if not --quiet. Lines break at words on a terminal, in a log not at all."""
+    return Console(quiet=quiet.get(), highlight=False, soft_wrap=not sys.stdout.isatty())
 
 
 def head_grid(diagnosis: Diagnosis, name: str = "first_token_mass") -> Text:
@@ -84,10 +85,10 @@ def rich_table(shown: Table) -> RichTable:
     return result
 
 
-def print_tables(tables: Iterable[Table], quiet: bool) -> None:
+def print_tables(tables: Iterable[Table]) -> None:
     """Tables one below the other."""
     for one in tables:
-        console(quiet).print(rich_table(one))
+        console().print(rich_table(one))
 
 
 _SCREEN = 80  # columns of the narrowest terminal in use

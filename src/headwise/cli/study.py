@@ -11,7 +11,7 @@ from annotated_types import Ge
 from typing_extensions import Doc
 
 from headwise.cli.app import resumable
-from headwise.cli.options import Out, Quiet, wrote
+from headwise.cli.options import Out, wrote
 from headwise.cli.verbs import verb
 from headwise.keywords import Backend
 
@@ -37,13 +37,12 @@ def study(
     backend: Annotated[Backend, Doc("joblib (this machine) or dask")] = "joblib",
     scheduler: Annotated[str | None, Doc("Address of a Dask scheduler.")] = None,
     resume: Annotated[bool, Doc("The default: finished work is kept.")] = False,
-    quiet: Quiet = False,
 ) -> None:
     """Run arms x seeds on one model, then compare them with statistics; resumable."""
     from headwise.cli.show import console, cost_tables
     from headwise.studies.study import load_study, new_study
 
-    screen = console(quiet)
+    screen = console()
     if init is not None:
         path = new_study(init, Path(file or "study.yaml"))
         screen.print(f"wrote {path}; fill in its corpus, then: headwise study {path}")
@@ -62,7 +61,7 @@ def study(
     from headwise.studies.run import run_study
 
     going_on = resumable("the same command goes on where it stopped")
-    with going_on, progress_bars(quiet) as progress:
+    with going_on, progress_bars() as progress:
         run_study(
             asked,
             out=folder,
@@ -71,15 +70,14 @@ def study(
             scheduler=scheduler,
             progress=progress,
         )
-    wrote([folder / "study.json", folder / "summary.json"], quiet)
+    wrote([folder / "study.json", folder / "summary.json"])
     if report:
-        _write_report(folder, folder / "report", quiet)
+        _write_report(folder, folder / "report")
 
 
 @verb("The whole story on the bundled patient, offline.", example="demo --out out/demo")
 def demo(
     out: Out = Path("out/demo"),
-    quiet: Quiet = False,
 ) -> None:
     """Diagnose the bundled patient, repair it with its controls, compare, and write the report."""
     from headwise.cli.progress_bar import progress_bars
@@ -87,17 +85,19 @@ def demo(
     from headwise.studies.study import load_study
 
     going_on = resumable("the same command goes on where it stopped")
-    with going_on, progress_bars(quiet) as progress:
-        folder = run_study(_runnable(load_study("demo"), quiet), out=out, progress=progress)
-    _write_report(folder, folder, quiet)
+    with going_on, progress_bars() as progress:
+        folder = run_study(_runnable(load_study("demo")), out=out, progress=progress)
+    _write_report(folder, folder)
 
 
-def _runnable(study: Study, quiet: bool) -> Study:
+def _runnable(study: Study) -> Study:
     """The study without its lora arms where peft, an optional extra, is not installed."""
     if find_spec("peft"):
         return study
-    if not quiet:
-        typer.echo("no lora arm: peft is not installed (pip install 'headwise[lora]')")
+    from headwise.cli.show import console
+
+    reason = "no lora arm: peft is not installed (pip install 'headwise[lora]')"
+    console().print(reason, markup=False)
     return study.model_copy(update={"arms": [arm for arm in study.arms if arm.mode != "lora"]})
 
 
@@ -114,17 +114,15 @@ def report(
     triage: Annotated[Path | None, Doc("A triage of stock; default: out/triage.")] = None,
     paper: Annotated[bool | None, Doc("The published BLOOM numbers too.")] = None,
     out: Annotated[Path | None, Doc("Folder of the report.")] = None,
-    quiet: Quiet = False,
 ) -> None:
     """Write report.html, figures and tables from artefacts alone; no model is loaded."""
     folder = source.parent if source.is_file() else source
-    _write_report(source, out or folder / "report", quiet, before, after, triage, paper)
+    _write_report(source, out or folder / "report", before, after, triage, paper)
 
 
 def _write_report(
     source: Path,
     out: Path,
-    quiet: bool,
     before: Path | None = None,
     after: Path | None = None,
     triage: Path | None = None,
@@ -132,8 +130,8 @@ def _write_report(
 ) -> None:
     from headwise.cli.show import console
 
-    console(quiet).print(f"reading {source}, drawing figures", style="dim")
+    console().print(f"reading {source}, drawing figures", style="dim")
     from headwise.report.write import write_report
 
     path = write_report(source, out, before=before, after=after, triage=triage, paper=paper)
-    console(quiet).print(f"look at {path}")
+    console().print(f"look at {path}")

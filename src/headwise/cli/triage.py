@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 from typing_extensions import Doc
 
 from headwise.cli.app import resumable
-from headwise.cli.options import Model, Out, Quiet, Yes, announce, load_reader, minding, wrote
+from headwise.cli.options import Model, Out, Yes, announce, load_reader, minding, wrote
 from headwise.cli.verbs import verb
 from headwise.diagnosis.triage_settings import TriageSettings
-from headwise.keywords import Bos, Stream
-from headwise.models.settings import LoadSettings
+from headwise.models.settings import ReaderSettings
 from headwise.texts.settings import TextSettings
 
 if TYPE_CHECKING:
@@ -30,17 +29,14 @@ def triage(
     diagnosis: Annotated[Path, Doc("diagnosis.json, or its folder.")],
     texts: TextSettings,
     settings: TriageSettings,
-    loading: LoadSettings,
+    reading: ReaderSettings,
     heads: Annotated[str, Doc("Which heads to judge: a selection.")] = "sick",
-    bos: Bos = None,
-    stream: Stream = None,
     force: Annotated[bool, Doc("Accept another's diagnosis.")] = False,
     out: Out = Path("out/triage"),
     yes: Yes = False,
-    quiet: Quiet = False,
 ) -> None:
     """Judge sick heads: asleep, parked, working, empty, constant, or undecided."""
-    announce(model, quiet)
+    announce(model)
     from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import console, print_tables
     from headwise.diagnosis.view import triage_table
@@ -48,9 +44,8 @@ def triage(
     from headwise.therapy.triage import triage as run
 
     given, read = texts.read(), read_snapshot(diagnosis).diagnosis
-    cut = settings.max_length
-    loaded = load_reader(model, loading, bos=bos, stream=stream, max_length=cut, quiet=quiet)
-    with resumable("nothing was written"), progress_bars(quiet) as progress:
+    loaded = load_reader(model, reading, settings.max_length)
+    with resumable("nothing was written"), progress_bars() as progress:
         found = run(
             loaded,
             read,
@@ -58,12 +53,12 @@ def triage(
             heads=heads,
             settings=settings,
             force=force,
-            budget=minding(quiet, yes),
+            budget=minding(yes),
             progress=progress,
         )
-    console(quiet).print(triage_grid(found))
-    print_tables([triage_table(found)], quiet)
-    wrote([found.save(out / "triage.json")], quiet)
+    console().print(triage_grid(found))
+    print_tables([triage_table(found)])
+    wrote([found.save(out / "triage.json")])
 
 
 def triage_grid(found: Triage) -> Text:

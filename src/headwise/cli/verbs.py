@@ -19,21 +19,26 @@ import typer
 from annotated_types import Ge, Gt, Le
 from typing_extensions import Doc
 
-from headwise.cli.app import app
-from headwise.keywords import Flags
+from headwise.cli.app import app, quiet
+from headwise.keywords import ChangesOf, Flags
 
 Command = Callable[..., None]
+Quiet = Annotated[bool, Doc("Print nothing but errors.")]
 
 
 def verb(short_help: str, *, example: str) -> Callable[[Command], Command]:
-    """Register a function as a verb of the command line."""
+    """Register a function as a verb of the command line, which also takes `--quiet`."""
 
     def register(function: Command) -> Command:
-        options = list(_parameters(function))
+        options = [*_parameters(function), _option("quiet", Quiet, False)]
 
         @wraps(function)
         def command(**given: Any) -> None:
-            function(**_put_together(function, given))
+            token = quiet.set(given.pop("quiet"))
+            try:
+                function(**_put_together(function, given))
+            finally:
+                quiet.reset(token)
 
         command.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
         command.__annotations__ = {option.name: option.annotation for option in options}
@@ -50,6 +55,8 @@ def _parameters(function: Command) -> Iterator[inspect.Parameter]:
         kind = kinds[parameter.name]
         if is_dataclass(kind):
             yield from _field_options(kind)
+        elif _marks(kind, ChangesOf):
+            yield from _change_options(_marks(kind, ChangesOf)[0].model)
         else:
             yield _option(parameter.name, kind, parameter.default)
 
@@ -62,6 +69,14 @@ def _field_options(kind: Any) -> Iterator[inspect.Parameter]:
             yield from _field_options(kinds[field.name])
         elif _marks(kinds[field.name], Doc):
             yield _option(field.name, kinds[field.name], _default(field))
+
+
+def _change_options(model: Any) -> Iterator[inspect.Parameter]:
+    """An option without a default for every documented field of a pydantic model."""
+    for name, info in model.model_fields.items():
+        kind = Annotated[(info.annotation, *info.metadata)] if info.metadata else info.annotation
+        if _marks(kind, Doc):
+            yield _option(name, kind, False if info.annotation is bool else None)
 
 
 def _default(field: Field[Any]) -> Any:
@@ -104,9 +119,12 @@ def _flag(name: str, kind: Any, default: Any) -> list[str]:
 
 
 def _plain(kind: Any) -> Any:
-    """The type as typer knows it: no None in a union, a list for a sequence."""
+    """The type as typer knows it: no None in a union, a list for a sequence, else text."""
     if get_origin(kind) in (Union, types.UnionType):
-        kind = next(part for part in get_args(kind) if part is not types.NoneType)
+        parts = [part for part in get_args(kind) if part is not types.NoneType]
+        kind = parts[0] if len(parts) == 1 else str
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
     if get_origin(kind) is collections.abc.Sequence:
         return list[get_args(kind)[0]]  # type: ignore[misc]
     return kind
@@ -114,12 +132,21 @@ def _plain(kind: Any) -> Any:
 
 def _put_together(function: Command, given: dict[str, Any]) -> dict[str, Any]:
     kinds = get_type_hints(function, include_extras=True)
-    return {
-        name: _settings(kinds[name], given)
-        if is_dataclass(kinds[name])
-        else _given(given[name], parameter.default)
-        for name, parameter in inspect.signature(function).parameters.items()
-    }
+    values: dict[str, Any] = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        changes = _marks(kinds[name], ChangesOf)
+        if is_dataclass(kinds[name]):
+            values[name] = _settings(kinds[name], given)
+        elif changes:
+            asked = {one.name: given[one.name] for one in _change_options(changes[0].model)}
+            values[name] = {
+                key: value
+                for key, value in asked.items()
+                if value is not None and value is not False  # 0 is a value
+            }
+        else:
+            values[name] = _given(given[name], parameter.default)
+    return values
 
 
 def _settings(kind: Any, given: dict[str, Any]) -> Any:

@@ -9,7 +9,7 @@ import typer
 from typing_extensions import Doc
 
 from headwise.cli.app import resumable
-from headwise.cli.options import Figures, Out, Quiet, alarm, wrote
+from headwise.cli.options import Figures, Out, alarm, wrote
 from headwise.cli.verbs import verb
 from headwise.diagnosis.settings import Thresholds
 from headwise.keywords import AllowPickle, BatchSize, Bos, Dtype, MaxLength, RemoteCode
@@ -39,14 +39,13 @@ def watch(
     resume: Annotated[bool, Doc("Read what is new only.")] = False,
     figures: Figures = True,
     out: Out = Path("out/watch"),
-    quiet: Quiet = False,
 ) -> None:
     """Film the heads of a training run from its checkpoints, one at a time."""
     from headwise.cli.progress_bar import progress_bars
     from headwise.watch.checkpoints import watch_checkpoints
     from headwise.watch.film import FILM, WATCH
 
-    with resumable(f"add --resume to go on in {out}"), progress_bars(quiet) as progress:
+    with resumable(f"add --resume to go on in {out}"), progress_bars() as progress:
         film = watch_checkpoints(
             checkpoints,
             texts.read(),
@@ -67,19 +66,19 @@ def watch(
         from headwise.watch.figures import film_figures
 
         written += film_figures(film, out)
-    _show(film, quiet)
-    wrote(written, quiet)
-    alarm([found.alarm for found in film.alarms], quiet)
+    _show(film)
+    wrote(written)
+    alarm([found.alarm for found in film.alarms])
 
 
-def _show(film: Film, quiet: bool) -> None:
+def _show(film: Film) -> None:
     """A table of the readings and the last head grid."""
     from headwise.cli.show import console, head_grid, rich_table
     from headwise.tables import table
 
     names = ("sick_heads", "sink_rate", "median_entropy", "max_logit")
     rows = [(r.step, *(round(r.scalars[name], 3) for name in names)) for r in film.readings]
-    screen = console(quiet)
+    screen = console()
     screen.print(
         rich_table(table("the film", ("step", *(n.replace("_", " ") for n in names)), rows))
     )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from headwise.errors import ModelError
-from headwise.keywords import AllowPickle, DeviceMap, Dtype, RemoteCode
+from headwise.keywords import AllowPickle, Bos, DeviceMap, Dtype, RemoteCode, Stream
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
 
@@ -22,3 +22,12 @@ class LoadSettings:
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ModelError(f"unknown --dtype {self.dtype!r}", fix=" or ".join(DTYPES))
+
+
+@dataclass(frozen=True)
+class ReaderSettings:
+    """How a model that reads text is loaded: how its texts start, and where its weights stay."""
+
+    loading: LoadSettings = field(default_factory=LoadSettings)
+    bos: Bos = None
+    stream: Stream = None

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from typing_extensions import Doc
 
 from headwise.artefacts import content_hash, is_there, to_json
 from headwise.errors import SettingsError
-from headwise.keywords import Backend, MaxLength, Seed
+from headwise.keywords import Backend, Flags, MaxLength, Seed
 from headwise.settings import changed, read_yaml, validated
 
 SEED_DATASET = "viktoroo/sniffed-qk"
@@ -92,29 +92,27 @@ class PlasticitySettings(BaseModel):
     num_layers: PositiveInt | None = None
     num_q_heads: PositiveInt | None = None
     num_k_heads: PositiveInt | None = None
-    heads: str | None = Field(default=None, description="a selection such as L0-3H2; default all")
-    max_tokens_per_head: PositiveInt = Field(
-        default=50_000, description="sample a file that has more rows"
-    )
+    heads: Annotated[str | None, Doc("A selection such as L0-3H2.")] = None
+    max_tokens_per_head: Annotated[
+        int, Doc("Sample a head with more vectors; 50,000."), Flags("--max-rows"), Ge(1)
+    ] = 50_000
     normality_max_dims: PositiveInt = 64
     p_alpha: float = Field(default=0.01, gt=0, lt=1)
-    seed: NonNegativeInt = 0
-    definition: Definition = "seed"
-    pairs: PositiveInt | Literal["all"] = Field(default="all", description="key pairs per cell")
-    max_pairs: PositiveInt = Field(
-        default=200_000, description="sample a key bucket that has more pairs"
+    seed: Annotated[int, Doc("Seed of everything random."), Ge(0)] = 0
+    definition: Annotated[Definition, Doc("How plasticity is defined.")] = "seed"
+    pairs: Annotated[PositiveInt | Literal["all"], Doc("Key pairs a cell: all, or a number.")] = (
+        "all"
     )
-    legacy_columns: bool = Field(
-        default=False, description="the public code's columns and its windows"
-    )
+    max_pairs: Annotated[int, Doc("Sample a key bucket with more pairs; 200,000."), Ge(1)] = 200_000
+    legacy_columns: Annotated[bool, Doc("The public code's column names.")] = False
     output_csv: FileName = "head_metrics.csv"
     bucket_csv: FileName = "head_bucket_plasticity.csv"
     component_csv: FileName = "head_component_weights.csv"
-    max_workers: PositiveInt | None = Field(
-        default=None, description="processes; default one per core"
+    max_workers: Annotated[PositiveInt | None, Doc("Processes; all cores."), Flags("--workers")] = (
+        None
     )
-    backend: Backend = "joblib"
-    scheduler: str | None = Field(default=None, description="address of a Dask scheduler")
+    backend: Annotated[Backend, Doc("joblib or dask")] = "joblib"
+    scheduler: Annotated[str | None, Doc("Address of a Dask scheduler.")] = None
 
     @property
     def pair_limit(self) -> int:

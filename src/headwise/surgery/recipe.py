@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+from typing_extensions import Doc
 
 from headwise.errors import SettingsError
 from headwise.models.patient import PATIENTS
@@ -30,14 +31,16 @@ class Recipe(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     name: str = "custom"
-    steps: int = Field(default=400, ge=0, le=MOST_STEPS)
-    lr: float = Field(default=5e-5, gt=0)
+    steps: Annotated[int, Doc("Optimizer steps.")] = Field(default=400, ge=0, le=MOST_STEPS)
+    lr: Annotated[float, Doc("Peak learning rate.")] = Field(default=5e-5, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     warmup: int = Field(default=100, ge=0, le=MOST_STEPS)  # at most a quarter of the steps
-    batch_size: int = Field(default=1, ge=1, le=MOST_STEPS)  # blocks a forward pass
+    batch_size: Annotated[int, Doc("Blocks a forward pass.")] = Field(
+        default=1, ge=1, le=MOST_STEPS
+    )
     accumulation: int = Field(default=8, ge=1, le=MOST_STEPS)  # forward passes a step
     clip: float = Field(default=1.0, gt=0)
-    block: int = Field(default=512, ge=8, le=MOST_STEPS)  # tokens a block
+    block: Annotated[int, Doc("Tokens a training block.")] = Field(default=512, ge=8, le=MOST_STEPS)
     checkpoint_layers: bool | Literal["auto"] = "auto"  # recompute activations, to save memory
     cache_prefix: bool | Literal["auto"] = "auto"  # keep the frozen layers' outputs on disk
     validate_every: int = Field(default=50, ge=1)
