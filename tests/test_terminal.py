@@ -120,6 +120,7 @@ def test_a_repair_that_left_the_model_worse_says_so(stock, worse, tmp_path):
         out=tmp_path,
         state=state,
         mode="surgery",
+        settings=SimpleNamespace(name="surgery", request=SimpleNamespace(auto=False)),
         outcome="trained",
         stock_loss=stock,
         patch=SimpleNamespace(num_weights=7),
