@@ -9,7 +9,6 @@ Invariant: a head's result depends on its two files and the settings only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -32,7 +31,6 @@ from headwise.plasticity.normality import (
     lilliefors_p_values,
 )
 from headwise.plasticity.query_model import (
-    PositionFit,
     Queries,
     Rotation,
     build_model,
@@ -44,7 +42,6 @@ from headwise.plasticity.reader import HeadGroup, QKFolder, orientation_of, read
 from headwise.plasticity.settings import PlasticitySettings
 from headwise.plasticity.tally import (
     GRADIENT_PAIRS,
-    Scoring,
     Tally,
     choose_documents,
     document_index,
@@ -60,17 +57,6 @@ from headwise.plasticity.values import HeadFailure, HeadRecord, defined
 EMPIRICAL_PAIRS = 512  # scored at a time: pairs x queries of a bucket must stay small
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """A query head that was read, before its pairs are scored."""
-
-    q_head: int
-    metrics: dict[str, Any]  # columns of the head's record
-    fit: PositionFit
-    fifths: dict[int, list[int]]  # each query bucket's queries by fifth of the position range
-    tally: Tally
-
-
 def analyse_group(
     folder: QKFolder, group: HeadGroup, settings: PlasticitySettings
 ) -> list[HeadRecord | HeadFailure]:
@@ -79,19 +65,19 @@ def analyse_group(
         keys, signs = _read_keys(folder, group, settings)
     except (HeadwiseError, OSError, MemoryError) as error:
         return [HeadFailure(group.layer, q_head, str(error)) for q_head in group.q_heads]
-    prepared: list[_Prepared | HeadFailure] = []
+    prepared: list[tuple[dict[str, Any], Tally] | HeadFailure] = []
     for q_head in group.q_heads:
         try:
             prepared.append(_prepare(folder, group, q_head, keys, signs, settings))
         except (HeadwiseError, OSError, MemoryError, ArithmeticError, ValueError) as error:
             prepared.append(HeadFailure(group.layer, q_head, str(error)))
-    ready = [head for head in prepared if isinstance(head, _Prepared)]
+    ready = [head for head in prepared if not isinstance(head, HeadFailure)]
     if settings.draws_as_public_code:
-        for head in ready:
-            _score_as_public_code(head, group, keys, settings)
+        for columns, tally in ready:
+            _score_as_public_code(tally, group, columns["q_head"], settings)
     else:
-        _score_together([head.tally for head in ready], group, keys, settings)
-    return [head if isinstance(head, HeadFailure) else _record(group, head) for head in prepared]
+        _score_together([tally for _, tally in ready], group, keys, settings)
+    return [head if isinstance(head, HeadFailure) else _record(*head) for head in prepared]
 
 
 def _read_keys(
@@ -113,7 +99,8 @@ def _prepare(
     keys: SortedKeys,
     signs: Float[np.ndarray, " dim"],
     settings: PlasticitySettings,
-) -> _Prepared:
+) -> tuple[dict[str, Any], Tally]:
+    """The columns of a query head that its pairs do not change, and what will score those."""
     path = folder.verified_file(group.layer, q_head, "q")
     table = read_vectors(path, max_rows=settings.max_tokens_per_head, seed=settings.seed)
     if table.vectors.shape[1] != keys.vectors.shape[1]:
@@ -124,81 +111,72 @@ def _prepare(
         )
     queries = sort_queries(table, signs)
     rotation = rotate_queries(queries, public=settings.definition == "linear-diagonal")
-    metrics = _describe(queries, rotation, len(keys.example), settings)
-    scoring = _make_scoring(queries, rotation, keys, table.window, settings)
-    return _Prepared(q_head, metrics, rotation.fit, _count_by_fifth(queries), Tally(scoring, keys))
-
-
-def _count_by_fifth(queries: Queries) -> dict[int, list[int]]:
     fifth = (5 * queries.position / (queries.position.max() + 1)).astype(np.int64)
-    return {
-        int(bucket): np.bincount(fifth[queries.rows(index)], minlength=5).tolist()
-        for index, bucket in enumerate(queries.buckets)
+    columns = {
+        "layer": group.layer,
+        "q_head": q_head,
+        "k_head": group.k_head,
+        "n_k_tokens": len(keys.example),
+        "fifths": {  # each query bucket's queries by fifth of the position range
+            int(bucket): np.bincount(fifth[queries.rows(index)], minlength=5).tolist()
+            for index, bucket in enumerate(queries.buckets)
+        },
+        **_describe(queries, rotation, settings),
     }
+    return columns, _make_tally(queries, rotation, keys, table.window, settings)
 
 
-def _describe(
-    queries: Queries, rotation: Rotation, num_keys: int, settings: PlasticitySettings
-) -> dict[str, Any]:
+def _describe(queries: Queries, rotation: Rotation, settings: PlasticitySettings) -> dict[str, Any]:
     """The columns about a head's queries: how they follow position, how normal they are."""
-    place = predict_positions(queries, rotation)
-    fit, residual = rotation.fit, rotation.residual
+    num_rows, dim = len(queries.position), len(rotation.beta)
+    residual = rotation.along_axis - rotation.line(queries.position)
     skew, kurtosis, distance = 0.0, 0.0, 0.0
-    if len(residual) > 1 and residual.std(ddof=1) > 0:
-        shape = describe_sample(residual)
-        skew, kurtosis, distance = shape.skew, shape.kurtosis, shape.distance
+    if num_rows > 1 and residual.std(ddof=1) > 0:
+        skew, kurtosis, distance = describe_sample(residual)
     noise = describe_noise(
-        islice(rotation.reflection.components(queries, rotation.along_v), 1, None),
-        num_dims=len(fit.beta) - 1,
-        num_rows=len(residual),
+        islice(rotation.components(queries), 1, None),
+        num_dims=dim - 1,
+        num_rows=num_rows,
         max_dims=settings.normality_max_dims,
         alpha=settings.p_alpha,
         seed=settings.seed,
     )
     return {
-        "n_q_tokens": len(queries.position),
-        "n_k_tokens": num_keys,
-        "d_model": len(fit.beta),
-        "q_R2_pos": float(np.nanmean(fit.r2)),
-        "q_beta_norm": float(np.linalg.norm(fit.beta)),
-        "q_R2_scalar": place.r2,
-        "q_mae_baseline": place.mae_baseline,
-        "q_mae_proj": place.mae_projection,
-        "q_mae_ratio": place.mae_ratio,
+        "n_q_tokens": num_rows,
+        "d_model": dim,
+        "q_R2_pos": float(np.nanmean(rotation.r2)),
+        "q_beta_norm": float(np.linalg.norm(rotation.beta)),
+        **predict_positions(queries, rotation),
         "q_resid0_skew": skew,
         "q_resid0_kurt": kurtosis,
-        "q_resid0_ks_p": float(ks_p_values(np.array([distance]), len(residual))[0]),
-        "q_noise_med_abs_skew": noise.median_abs_skew,
-        "q_noise_med_abs_kurt": noise.median_abs_kurtosis,
-        "q_noise_med_ks_p": noise.median_ks_p,
-        "q_noise_frac_ks_p_lt_alpha": noise.rejected_by_ks,
-        "q_resid0_lilliefors_p": float(lilliefors_p_values(np.array([distance]), len(residual))[0]),
-        "q_noise_med_lilliefors_p": noise.median_lilliefors_p,
-        "q_noise_frac_lilliefors_p_lt_alpha": noise.rejected_by_lilliefors,
+        "q_resid0_ks_p": float(ks_p_values(np.array([distance]), num_rows)[0]),
+        "q_resid0_lilliefors_p": float(lilliefors_p_values(np.array([distance]), num_rows)[0]),
+        **noise,
+        "r2": tuple(defined(value) for value in rotation.r2),
     }
 
 
-def _make_scoring(
+def _make_tally(
     queries: Queries,
     rotation: Rotation,
     keys: SortedKeys,
     window: int | None,
     settings: PlasticitySettings,
-) -> Scoring:
-    model = build_model(settings.definition, queries, rotation)
+) -> Tally:
     documents, num_documents = choose_documents(keys.example, queries.example)
-    return Scoring(
+    return Tally(
         definition=settings.definition,
+        keys=keys,
         buckets=queries.buckets,
         counts=queries.counts,
         tau=queries.mean_positions,
         open=open_cells(queries, keys, window, window_in_buckets=settings.window_in_buckets),
         min_queries=1 if settings.draws_as_public_code else 2,
-        model=model,
+        model=build_model(settings.definition, queries, rotation),
         queries=queries if settings.definition == "empirical" else None,
         documents=documents,
         num_documents=num_documents,
-        probes=make_probes(settings.definition, queries, model, documents),
+        probes=make_probes(settings.definition, queries, rotation.axis, documents),
     )
 
 
@@ -208,7 +186,7 @@ def _score_together(
     """Every batch of key pairs is made once and scored by all heads of the group."""
     limit = settings.pair_limit
     for index, bucket in enumerate(keys.buckets.tolist()):
-        if not any(len(tally.scoring.columns(index)) for tally in tallies):
+        if not any(len(tally.columns(index)) for tally in tallies):
             continue
         seed = (settings.seed, group.layer, group.k_head, abs(bucket))
         _, size = keys.passages_of(index)
@@ -221,19 +199,17 @@ def _score_together(
 
 
 def _score_batch(tally: Tally, index: int, batch: PairBatch, *, share: float) -> None:
-    columns = tally.scoring.columns(index)
+    columns = tally.columns(index)
     if len(columns) == 0:
         return
-    if tally.scoring.queries is not None:
-        _score_empirically(tally, index, batch, tally.scoring.queries, share)
+    if tally.queries is not None:
+        _score_empirically(tally, index, batch, tally.queries, share)
         return
-    tally.add(
-        index, batch, columns, plasticity_of(*pair_moments(batch, tally.scoring.model, columns))
-    )
-    if tally.scoring.probes:
+    tally.add(index, batch, columns, plasticity_of(*pair_moments(batch, tally.model, columns)))
+    if tally.probes:
         step = -(-len(batch.identical) // max(1, round(GRADIENT_PAIRS * share)))
         pick = np.arange(0, len(batch.identical), step)
-        gradients = preference_gradient(batch, tally.scoring.model, columns, pick)
+        gradients = preference_gradient(batch, tally.model, columns, pick)
         for column, (by_mean, by_covariance) in zip(columns.tolist(), gradients, strict=True):
             tally.add_moment_influence(column, by_mean, by_covariance, share)
 
@@ -243,12 +219,12 @@ def _score_empirically(
 ) -> None:
     """Count, for every pair, the bucket's own queries that prefer its first key."""
     differences = batch.differences()
-    for column in tally.scoring.columns(index).tolist():
+    for column in tally.columns(index).tolist():
         rows = queries.rows(column)
         p, effect = _preferences(differences, queries.vectors[:, rows].astype(np.float64))
         scale = len(effect) / (len(effect) - 1)
         tally.add(index, batch, np.array([column]), (4.0 * scale * p * (1.0 - p))[None])
-        place = document_index(queries.example[rows], tally.scoring.documents)
+        place = document_index(queries.example[rows], tally.documents)
         tally.add_query_influence(column, scale * effect, place, share)
 
 
@@ -267,14 +243,14 @@ def _preferences(
 
 
 def _score_as_public_code(
-    head: _Prepared, group: HeadGroup, keys: SortedKeys, settings: PlasticitySettings
+    tally: Tally, group: HeadGroup, q_head: int, settings: PlasticitySettings
 ) -> None:
     """Draw and score cell by cell, in the order that fixes the public code's random numbers."""
     assert settings.pairs != "all"
-    rng = np.random.default_rng(settings.seed + 10007 * group.layer + 379 * head.q_head)
-    scoring = head.tally.scoring
+    rng = np.random.default_rng(settings.seed + 10007 * group.layer + 379 * q_head)
+    keys = tally.keys
     drawn: dict[tuple[int, int], PairBatch] = {}
-    for column, index in np.argwhere(scoring.open).tolist():
+    for column, index in np.argwhere(tally.open).tolist():
         start, size = keys.passages_of(index)
         if len(size):
             first, second = draw_public_pairs(rng, start, size, settings.pairs)
@@ -283,29 +259,21 @@ def _score_as_public_code(
         for (column, at), batch in drawn.items():
             if at == index:
                 columns = np.array([column])
-                values = plasticity_of(*pair_moments(batch, scoring.model, columns))
-                head.tally.add(index, batch, columns, values)
-        head.tally.close(index)
+                values = plasticity_of(*pair_moments(batch, tally.model, columns))
+                tally.add(index, batch, columns, values)
+        tally.close(index)
 
 
-def _record(group: HeadGroup, head: _Prepared) -> HeadRecord:
+def _record(columns: dict[str, Any], tally: Tally) -> HeadRecord:
     """The head's numbers as plain values; NaN as None."""
     numbers: dict[str, Any] = {
         name: defined(value) if isinstance(value, float) else value
-        for name, value in head.metrics.items()
+        for name, value in columns.items()
     }
-    cells = head.tally.cells()
-    overall, error = head.tally.overall()
-    fifths = fifth_means(cells, head.fifths, weighted=head.tally.scoring.weighted)
+    cells = tally.cells()
+    overall, error = tally.overall()
+    fifths = fifth_means(cells, numbers.pop("fifths"), weighted=tally.weighted)
     numbers |= {f"ap_quintile_{number}": value for number, value in enumerate(fifths, start=1)}
     return HeadRecord(
-        layer=group.layer,
-        q_head=head.q_head,
-        k_head=group.k_head,
-        **numbers,
-        ap_overall=overall,
-        ap_se=error,
-        r2=tuple(defined(value) for value in head.fit.r2),
-        cells=cells,
-        distance=head.tally.distance(),
+        **numbers, ap_overall=overall, ap_se=error, cells=cells, distance=tally.distance()
     )

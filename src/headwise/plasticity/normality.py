@@ -11,7 +11,6 @@ Invariant: `ks_distance` is the exact distance, though it evaluates few normal C
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Float
@@ -40,32 +39,24 @@ _TAIL = 1 / (2 * (0.25 - 1 / (2 * np.pi)))
 _COARSE = 32  # every 32nd point is looked at first
 
 
-@dataclass(frozen=True)
-class SampleShape:
-    """Skew, excess kurtosis (both bias-corrected) and distance from the normal of one sample."""
-
-    skew: float
-    kurtosis: float
-    distance: float
-
-
-@dataclass(frozen=True)
-class NoiseShape:
-    """Medians over components, and shares of components that a test rejects."""
-
-    median_abs_skew: float
-    median_abs_kurtosis: float
-    median_ks_p: float
-    rejected_by_ks: float
-    median_lilliefors_p: float
-    rejected_by_lilliefors: float
+# Too few rows or components to describe: nothing speaks against a normal.
+NO_NOISE = {
+    "q_noise_med_abs_skew": 0.0,
+    "q_noise_med_abs_kurt": 0.0,
+    "q_noise_med_ks_p": 1.0,
+    "q_noise_frac_ks_p_lt_alpha": 0.0,
+    "q_noise_med_lilliefors_p": 1.0,
+    "q_noise_frac_lilliefors_p_lt_alpha": 0.0,
+}
 
 
-NO_NOISE = NoiseShape(0.0, 0.0, 1.0, 0.0, 1.0, 0.0)
+def describe_sample(
+    values: Float[np.ndarray, " row"], *, distance: bool = True
+) -> tuple[float, float, float]:
+    """Skew and excess kurtosis (both bias-corrected), and KS distance, of one standardised sample.
 
-
-def describe_sample(values: Float[np.ndarray, " row"], *, distance: bool = True) -> SampleShape:
-    """Standardise one sample and describe it; a constant one is (nan, nan, 0.5 or more)."""
+    A constant one is (nan, nan, 0.5 or more); a distance that is not asked for is nan.
+    """
     centred = values - values.mean()
     n = len(centred)
     deviation = np.sqrt(centred @ centred / (n - 1))
@@ -78,7 +69,7 @@ def describe_sample(values: Float[np.ndarray, " row"], *, distance: bool = True)
         kurtosis = float(m4 / m2**2 - 3)
         if n > 3:
             kurtosis = ((n + 1) * (kurtosis + 3) - 3 * (n - 1)) * (n - 1) / ((n - 2) * (n - 3))
-    return SampleShape(skew, kurtosis, ks_distance(np.sort(z)) if distance else float("nan"))
+    return skew, kurtosis, ks_distance(np.sort(z)) if distance else float("nan")
 
 
 def ks_distance(ordered: Float[np.ndarray, " row"]) -> float:
@@ -131,23 +122,26 @@ def describe_noise(
     max_dims: int,
     alpha: float,
     seed: int,
-) -> NoiseShape:
-    """Describe `num_dims` semantic components; at most `max_dims` of them are tested."""
+) -> dict[str, float]:
+    """Columns about `num_dims` semantic components; at most `max_dims` of them are tested.
+
+    Medians over components, and shares of components that a test rejects.
+    """
     if num_rows < 3 or num_dims < 1:
         return NO_NOISE
     count = min(max_dims, num_dims)
     tested = set(np.random.default_rng(seed).choice(num_dims, count, replace=False).tolist())
     shapes = [describe_sample(row, distance=i in tested) for i, row in enumerate(components)]
-    distance = np.array([shapes[i].distance for i in sorted(tested)])
+    distance = np.array([shapes[i][2] for i in sorted(tested)])
     ks, lilliefors = ks_p_values(distance, num_rows), lilliefors_p_values(distance, num_rows)
-    return NoiseShape(
-        median_abs_skew=_median([abs(shape.skew) for shape in shapes]),
-        median_abs_kurtosis=_median([abs(shape.kurtosis) for shape in shapes]),
-        median_ks_p=float(np.median(ks)),
-        rejected_by_ks=float(np.mean(ks < alpha)),
-        median_lilliefors_p=float(np.median(lilliefors)),
-        rejected_by_lilliefors=float(np.mean(lilliefors < alpha)),
-    )
+    return {
+        "q_noise_med_abs_skew": _median([abs(skew) for skew, _, _ in shapes]),
+        "q_noise_med_abs_kurt": _median([abs(kurtosis) for _, kurtosis, _ in shapes]),
+        "q_noise_med_ks_p": float(np.median(ks)),
+        "q_noise_frac_ks_p_lt_alpha": float(np.mean(ks < alpha)),
+        "q_noise_med_lilliefors_p": float(np.median(lilliefors)),
+        "q_noise_frac_lilliefors_p_lt_alpha": float(np.mean(lilliefors < alpha)),
+    }
 
 
 def _median(values: list[float]) -> float:

@@ -65,41 +65,35 @@ class Queries:
 
 
 @dataclass(frozen=True)
-class PositionFit:
-    """Least squares of every component on position: q = alpha + beta t."""
+class Rotation:
+    """One head's line q = alpha + beta t, and the reflection that turns e1 onto its slope.
+
+    H = I - 2 v v', with the first column's sign turned if `flip` is -1.
+    """
 
     alpha: Float[np.ndarray, " dim"]
     beta: Float[np.ndarray, " dim"]
-    r2: Float[np.ndarray, " dim"]
-
-
-@dataclass(frozen=True)
-class Reflection:
-    """H = I - 2 v v', with the first column's sign turned if `flip` is -1."""
-
+    r2: Float[np.ndarray, " dim"]  # of each component on position
     v: Float[np.ndarray, " dim"]
     flip: float
+    along_axis: Float[np.ndarray, " row"]
+    along_v: Float[np.ndarray, " row"]
 
     @property
     def axis(self) -> Float[np.ndarray, " dim"]:
         """The positional direction: the first column of H."""
-        first: np.ndarray = -2 * self.v * self.v[0]
-        first[0] += 1.0
-        return first * self.flip
+        return reflection_axis(self.v, self.flip)
 
-    def components(
-        self, queries: Queries, along_v: Float[np.ndarray, " row"]
-    ) -> Iterator[Float[np.ndarray, " row"]]:
+    def line(self, position: Float[np.ndarray, " any"]) -> Float[np.ndarray, " any"]:
+        """Where the fitted line is along the axis."""
+        axis = self.axis
+        return np.asarray(axis @ self.alpha + (axis @ self.beta) * position)
+
+    def components(self, queries: Queries) -> Iterator[Float[np.ndarray, " row"]]:
         """Components in the rotated basis, one after another: the whole is never in memory."""
         for index, component in enumerate(queries.vectors):
-            rotated = component - (2 * self.v[index]) * along_v
+            rotated = component - (2 * self.v[index]) * self.along_v
             yield self.flip * rotated if index == 0 else rotated
-
-    def matrix(self) -> Float[np.ndarray, "dim dim"]:
-        """H written out, one basis vector per column."""
-        basis: np.ndarray = np.eye(len(self.v)) - 2 * np.outer(self.v, self.v)
-        basis[:, 0] *= self.flip
-        return basis
 
 
 @dataclass(frozen=True)
@@ -108,7 +102,6 @@ class QueryModel:
 
     means: Float[np.ndarray, "dim bucket"]
     factors: tuple[Float[np.ndarray, "dim dim"], ...]  # lower triangular
-    axis: Float[np.ndarray, " dim"]
     keep_identical: bool  # whether a pair of equal keys counts (as 1) or is left out
 
     def factor(self, index: int) -> Float[np.ndarray, "dim dim"]:
@@ -134,8 +127,13 @@ def sort_queries(table: VectorTable, signs: Float[np.ndarray, " dim"]) -> Querie
     )
 
 
-def fit_positions(queries: Queries) -> PositionFit:
-    """Regress every component on the raw position; constant positions give slope and R2 0."""
+def fit_components(
+    queries: Queries,
+) -> tuple[Float[np.ndarray, " dim"], Float[np.ndarray, " dim"], Float[np.ndarray, " dim"]]:
+    """Intercept, slope and R2 of every component on the raw position.
+
+    Constant positions give slope and R2 0.
+    """
     centred_t = queries.position - queries.position.mean()
     spread = float(centred_t @ centred_t)
     mean, product, total = np.zeros((3, len(queries.vectors)))
@@ -145,20 +143,22 @@ def fit_positions(queries: Queries) -> PositionFit:
         component -= mean[index]
         product[index], total[index] = component @ centred_t, component @ component
     if spread <= 0:
-        return PositionFit(mean, np.zeros_like(mean), np.zeros_like(mean))
+        return mean, np.zeros_like(mean), np.zeros_like(mean)
     beta = product / spread
     residual = total - beta * beta * spread
     r2 = np.minimum(1.0 - residual / np.maximum(total, FLOOR), 1.0)
-    return PositionFit(mean - beta * queries.position.mean(), beta, r2)
+    return mean - beta * queries.position.mean(), beta, r2
 
 
-def reflect_onto(beta: Float[np.ndarray, " dim"], *, public: bool) -> Reflection:
-    """A Householder reflection whose first column is the direction of `beta`.
+def reflect_onto(
+    beta: Float[np.ndarray, " dim"], *, public: bool
+) -> tuple[Float[np.ndarray, " dim"], float]:
+    """v and flip of a Householder reflection whose first column is the direction of `beta`.
 
     The public code always takes v along u - e1, which is rounding noise when u is near e1;
     otherwise the sign is chosen so that nothing cancels, and the first column is turned back.
     """
-    none = Reflection(np.zeros_like(beta), 1.0)
+    none = np.zeros_like(beta), 1.0
     size = float(np.linalg.norm(beta))
     if size < FLOOR:
         return none
@@ -170,7 +170,21 @@ def reflect_onto(beta: Float[np.ndarray, " dim"], *, public: bool) -> Reflection
         v[0] += 1.0
         flip = -1.0
     length = float(np.linalg.norm(v))
-    return none if length < FLOOR else Reflection(v / length, flip)
+    return none if length < FLOOR else (v / length, flip)
+
+
+def reflection_axis(v: Float[np.ndarray, " dim"], flip: float) -> Float[np.ndarray, " dim"]:
+    """The first column of the reflection."""
+    first: np.ndarray = -2 * v * v[0]
+    first[0] += 1.0
+    return first * flip
+
+
+def reflection_matrix(v: Float[np.ndarray, " dim"], flip: float) -> Float[np.ndarray, "dim dim"]:
+    """The reflection written out, one basis vector per column."""
+    basis: np.ndarray = np.eye(len(v)) - 2 * np.outer(v, v)
+    basis[:, 0] *= flip
+    return basis
 
 
 def bucket_moments(
@@ -183,25 +197,12 @@ def bucket_moments(
     return mean, inside @ inside.T / max(inside.shape[1] - 1, 1)
 
 
-@dataclass(frozen=True)
-class Rotation:
-    """The positional basis of one head, and its queries' products with what defines it."""
-
-    fit: PositionFit
-    reflection: Reflection
-    along_axis: Float[np.ndarray, " row"]
-    along_v: Float[np.ndarray, " row"]
-    residual: Float[np.ndarray, " row"]  # along the axis, what the line does not explain
-
-
 def rotate_queries(queries: Queries, *, public: bool) -> Rotation:
     """Fit positions and turn the first axis onto the slope."""
-    fit = fit_positions(queries)
-    reflection = reflect_onto(fit.beta, public=public)
-    axis = reflection.axis
-    along_axis, along_v = queries.along(np.stack([axis, reflection.v]))
-    line = axis @ fit.alpha + (axis @ fit.beta) * queries.position
-    return Rotation(fit, reflection, along_axis, along_v, along_axis - line)
+    alpha, beta, r2 = fit_components(queries)
+    v, flip = reflect_onto(beta, public=public)
+    along_axis, along_v = queries.along(np.stack([reflection_axis(v, flip), v]))
+    return Rotation(alpha, beta, r2, v, flip, along_axis, along_v)
 
 
 def build_model(definition: Definition, queries: Queries, rotation: Rotation) -> QueryModel:
@@ -212,44 +213,43 @@ def build_model(definition: Definition, queries: Queries, rotation: Rotation) ->
         moments = [bucket_moments(queries, index) for index in range(len(queries.buckets))]
         means = np.stack([mean for mean, _ in moments], axis=1)
         factors = tuple(factor_of(covariance) for _, covariance in moments)
-        return QueryModel(means, factors, rotation.reflection.axis, keep_identical=False)
+        return QueryModel(means, factors, keep_identical=False)
     model = _seed(queries, rotation)
     return model if definition == "seed" else replace(model, keep_identical=False)
 
 
 def _seed(queries: Queries, rotation: Rotation) -> QueryModel:
     """Along the positional axis the line and one variance; across it the bucket's own moments."""
-    fit, axis, residual = rotation.fit, rotation.reflection.axis, rotation.residual
+    axis = rotation.axis
+    residual = rotation.along_axis - rotation.line(queries.position)
     variance = float(residual.var(ddof=1)) if len(residual) > 1 else 1.0
     across = np.eye(len(axis)) - np.outer(axis, axis)
-    line = axis @ fit.alpha + (axis @ fit.beta) * queries.mean_positions
-    means, factors = np.outer(axis, line), []
+    means, factors = np.outer(axis, rotation.line(queries.mean_positions)), []
     for index in range(len(queries.buckets)):
         mean, covariance = bucket_moments(queries, index)
         means[:, index] += mean - axis * (axis @ mean)
         semantic = across @ covariance @ across + FLOOR * across
         factors.append(factor_of(semantic + variance * np.outer(axis, axis)))
-    return QueryModel(means, tuple(factors), axis, keep_identical=True)
+    return QueryModel(means, tuple(factors), keep_identical=True)
 
 
 def _linear_diagonal(queries: Queries, rotation: Rotation) -> QueryModel:
     """The public code: one line and one variance for each rotated component, for all buckets."""
     num_rows = queries.vectors.shape[1]
-    fit, reflection = rotation.fit, rotation.reflection
-    basis = reflection.matrix()
-    variance = np.ones(len(fit.beta))
+    alpha, beta = rotation.alpha, rotation.beta
+    basis = reflection_matrix(rotation.v, rotation.flip)
+    variance = np.ones(len(beta))
     if num_rows > 1:
-        lines = zip(basis.T @ fit.alpha, basis.T @ fit.beta, strict=True)
-        rotated = reflection.components(queries, rotation.along_v)
+        lines = zip(basis.T @ alpha, basis.T @ beta, strict=True)
         variance = np.array(
             [
                 (component - (a + b * queries.position)).var(ddof=1)
-                for component, (a, b) in zip(rotated, lines, strict=True)
+                for component, (a, b) in zip(rotation.components(queries), lines, strict=True)
             ]
         )
     scale = np.sqrt(np.where(variance > 0, variance, FLOOR))
-    means = fit.alpha[:, None] + np.outer(fit.beta, queries.mean_positions)
-    return QueryModel(means, (triangular(basis * scale),), reflection.axis, keep_identical=False)
+    means = alpha[:, None] + np.outer(beta, queries.mean_positions)
+    return QueryModel(means, (triangular(basis * scale),), keep_identical=False)
 
 
 def factor_of(covariance: Float[np.ndarray, "dim dim"]) -> Float[np.ndarray, "dim dim"]:
@@ -267,34 +267,29 @@ def triangular(factor: Float[np.ndarray, "dim dim"]) -> Float[np.ndarray, "dim d
     return upper.T
 
 
-@dataclass(frozen=True)
-class Predictability:
-    """How well one projection of a query tells log2 of its position."""
+def predict_positions(queries: Queries, rotation: Rotation) -> dict[str, float]:
+    """Columns on how well the projection onto the slope tells log2(position + 1), by regression.
 
-    r2: float
-    mae_baseline: float
-    mae_projection: float
-
-    @property
-    def mae_ratio(self) -> float:
-        """Projection's error over the error of always saying the mean; 1 if both are 0."""
-        return self.mae_projection / self.mae_baseline if self.mae_baseline > 0 else 1.0
-
-
-def predict_positions(queries: Queries, rotation: Rotation) -> Predictability:
-    """Regress log2(position + 1) on the projection of the query onto the slope."""
+    The ratio is the projection's error over that of always saying the mean; 1 if both are 0.
+    """
     target = np.log2(queries.position + 1.0)
     centred = target - target.mean()
     baseline = float(np.abs(centred).mean())
-    size = float(np.linalg.norm(rotation.fit.beta))
+    size = float(np.linalg.norm(rotation.beta))
     projection = np.zeros(len(target))
     if size >= FLOOR:
         projection = rotation.along_axis - rotation.along_axis.mean()
     elif size > 0:  # too short to rotate onto, but still a direction
-        projection = queries.along(rotation.fit.beta[None] / size)[0]
+        projection = queries.along(rotation.beta[None] / size)[0]
         projection -= projection.mean()
     spread, total = float(projection @ projection), float(centred @ centred)
-    if spread <= 0 or total <= 0:
-        return Predictability(0.0, baseline, baseline)
-    left = centred - projection * (float(projection @ centred) / spread)
-    return Predictability(1.0 - float(left @ left) / total, baseline, float(np.abs(left).mean()))
+    r2, error = 0.0, baseline
+    if spread > 0 and total > 0:
+        left = centred - projection * (float(projection @ centred) / spread)
+        r2, error = 1.0 - float(left @ left) / total, float(np.abs(left).mean())
+    return {
+        "q_R2_scalar": r2,
+        "q_mae_baseline": baseline,
+        "q_mae_proj": error,
+        "q_mae_ratio": error / baseline if baseline > 0 else 1.0,
+    }

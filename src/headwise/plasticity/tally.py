@@ -32,32 +32,6 @@ GRADIENT_PAIRS = 256
 DISTANCE_BINS = 32  # powers of two tokens
 
 
-@dataclass(frozen=True)
-class Scoring:
-    """What is needed to score pairs for one query head; `open` says which cells exist."""
-
-    definition: Definition
-    buckets: Int64[np.ndarray, " bucket"]
-    counts: Int64[np.ndarray, " bucket"]
-    tau: Float[np.ndarray, " bucket"]
-    open: Bool[np.ndarray, "bucket key_bucket"]
-    min_queries: int
-    model: QueryModel
-    queries: Queries | None  # kept only for `empirical`
-    documents: Int64[np.ndarray, " document"]  # those that carry the standard error
-    num_documents: int
-    probes: tuple[tuple[np.ndarray, np.ndarray], ...]  # per bucket: centred queries, document
-
-    @property
-    def weighted(self) -> bool:
-        """Whether a cell counts by its queries and keys; the public code counts cells alike."""
-        return self.definition != "linear-diagonal"
-
-    def columns(self, key_index: int) -> Int[np.ndarray, " column"]:
-        """The query buckets that can be scored against one key bucket."""
-        return np.flatnonzero(self.open[:, key_index] & (self.counts >= self.min_queries))
-
-
 def open_cells(
     queries: Queries, keys: SortedKeys, window: int | None, *, window_in_buckets: bool
 ) -> Bool[np.ndarray, "bucket key_bucket"]:
@@ -94,7 +68,10 @@ def document_index(
 
 
 def make_probes(
-    definition: Definition, queries: Queries, model: QueryModel, documents: np.ndarray
+    definition: Definition,
+    queries: Queries,
+    axis: Float[np.ndarray, " dim"],
+    documents: Int64[np.ndarray, " document"],
 ) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
     """Centred queries of the chosen documents, by bucket: they carry the moments' influence."""
     if definition not in ("seed", "full"):
@@ -107,8 +84,8 @@ def make_probes(
         vectors = queries.vectors[:, rows]
         chosen = np.ascontiguousarray((vectors[:, inside] - vectors.mean(axis=1, keepdims=True)).T)
         if definition == "seed":  # the positional part comes from the line, not from the bucket
-            axis = model.axis.astype(np.float32)
-            chosen -= np.outer(chosen @ axis, axis)
+            single = axis.astype(np.float32)
+            chosen -= np.outer(chosen @ single, single)
         probes.append((chosen, place[rows][inside]))
     return tuple(probes)
 
@@ -174,10 +151,20 @@ def preference_gradient(
 
 @dataclass
 class Tally:
-    """Running sums of one head over pair batches, from which its cells follow."""
+    """One query head against its keys: what scores their pairs, and the running sums."""
 
-    scoring: Scoring
+    definition: Definition
     keys: SortedKeys
+    buckets: Int64[np.ndarray, " bucket"]
+    counts: Int64[np.ndarray, " bucket"]
+    tau: Float[np.ndarray, " bucket"]
+    open: Bool[np.ndarray, "bucket key_bucket"]  # which cells exist
+    min_queries: int
+    model: QueryModel
+    queries: Queries | None  # kept only for `empirical`: they are most of a head's memory
+    documents: Int64[np.ndarray, " document"]  # those that carry the standard error
+    num_documents: int
+    probes: tuple[tuple[np.ndarray, np.ndarray], ...]  # per bucket: centred queries, document
     total: np.ndarray = field(init=False)  # (bucket, key bucket): summed plasticity
     count: np.ndarray = field(init=False)  # (bucket, key bucket): pairs
     influence: np.ndarray = field(init=False)  # (bucket, key bucket, document)
@@ -188,16 +175,24 @@ class Tally:
     _moment_influence: np.ndarray = field(init=False)  # (bucket, document)
 
     def __post_init__(self) -> None:
-        num_documents = len(self.scoring.documents)
-        shape = self.scoring.open.shape
+        shape = self.open.shape
         self.total, self.count = np.zeros(shape), np.zeros(shape)
-        self.influence = np.zeros((*shape, num_documents))
+        self.influence = np.zeros((*shape, len(self.documents)))
         self.distance_sum = np.zeros((DISTANCE_BINS, DISTANCE_BINS))
         self.distance_count = np.zeros((DISTANCE_BINS, DISTANCE_BINS))
         self._clear()
 
+    @property
+    def weighted(self) -> bool:
+        """Whether a cell counts by its queries and keys; the public code counts cells alike."""
+        return self.definition != "linear-diagonal"
+
+    def columns(self, key_index: int) -> Int[np.ndarray, " column"]:
+        """The query buckets that can be scored against one key bucket."""
+        return np.flatnonzero(self.open[:, key_index] & (self.counts >= self.min_queries))
+
     def _clear(self) -> None:
-        shape = (len(self.scoring.buckets), len(self.scoring.documents) + 1)
+        shape = (len(self.buckets), len(self.documents) + 1)
         self._by_document, self._pairs_by_document = np.zeros(shape), np.zeros(shape)
         self._moment_influence = np.zeros(shape)
 
@@ -209,10 +204,10 @@ class Tally:
         values: Float[np.ndarray, "column pair"],
     ) -> None:
         """Add the plasticity of the batch's pairs, as seen from some query buckets."""
-        if not self.scoring.model.keep_identical and batch.identical.any():
+        if not self.model.keep_identical and batch.identical.any():
             values, batch = values[:, ~batch.identical], without_identical(batch)
-        place = document_index(batch.example, self.scoring.documents)
-        size = len(self.scoring.documents) + 1
+        place = document_index(batch.example, self.documents)
+        size = len(self.documents) + 1
         pairs = np.bincount(place, minlength=size)
         far = np.frexp(np.maximum(batch.distance, 1.0))[1] * DISTANCE_BINS
         for column, row in zip(columns, values, strict=True):
@@ -220,7 +215,7 @@ class Tally:
             self.count[column, key_index] += len(row)
             self._by_document[column] += np.bincount(place, weights=row, minlength=size)
             self._pairs_by_document[column] += pairs
-            lag = np.frexp(np.maximum(self.scoring.tau[column] - batch.middle, 1.0))[1]
+            lag = np.frexp(np.maximum(self.tau[column] - batch.middle, 1.0))[1]
             self._add_distances(far + lag, row)
 
     def _add_distances(self, bins: np.ndarray, row: Float[np.ndarray, " pair"]) -> None:
@@ -232,7 +227,7 @@ class Tally:
         self, column: int, by_mean: np.ndarray, by_covariance: np.ndarray, share: float
     ) -> None:
         """Spread a gradient over the documents whose queries make up the bucket's moments."""
-        probe, place = self.scoring.probes[column]
+        probe, place = self.probes[column]
         effect = probe @ by_mean + np.vecdot(probe @ by_covariance, probe)
         self.add_query_influence(column, effect.astype(np.float64), place, share)
 
@@ -243,9 +238,9 @@ class Tally:
         if len(effect) == 0:
             return
         summed = np.bincount(
-            place, weights=effect - effect.mean(), minlength=len(self.scoring.documents) + 1
+            place, weights=effect - effect.mean(), minlength=len(self.documents) + 1
         )
-        self._moment_influence[column] += share * summed / self.scoring.counts[column]
+        self._moment_influence[column] += share * summed / self.counts[column]
 
     def close(self, key_index: int) -> None:
         """All batches of one key bucket are in: turn its sums into influences."""
@@ -263,22 +258,22 @@ class Tally:
         values, keys_in = self._values(), np.diff(self.keys.bucket_start)
         return tuple(
             Cell(
-                q_bucket=int(self.scoring.buckets[row]),
+                q_bucket=int(self.buckets[row]),
                 k_bucket=int(self.keys.buckets[column]),
                 plasticity=defined(values[row, column]),
                 n_pairs=int(self.count[row, column]),
-                n_queries=int(self.scoring.counts[row]),
+                n_queries=int(self.counts[row]),
                 n_keys=int(keys_in[column]),
                 se=self._error(self.influence[row, column]) if self.count[row, column] else None,
-                q_position=float(self.scoring.tau[row]),
+                q_position=float(self.tau[row]),
             )
-            for row, column in np.argwhere(self.scoring.open)
+            for row, column in np.argwhere(self.open)
         )
 
     def overall(self) -> tuple[float | None, float | None]:
         """The weighted mean over cells, and its standard error."""
-        weight = np.outer(self.scoring.counts, np.diff(self.keys.bucket_start)).astype(np.float64)
-        if not self.scoring.weighted:
+        weight = np.outer(self.counts, np.diff(self.keys.bucket_start)).astype(np.float64)
+        if not self.weighted:
             weight = np.ones_like(weight)
         weight[self.count == 0] = 0.0
         if weight.sum() <= 0:
@@ -307,7 +302,7 @@ class Tally:
         if chosen < 2:
             return None
         centred = influence - influence.mean()
-        return defined(np.sqrt(centred @ centred * self.scoring.num_documents / (chosen - 1)))
+        return defined(np.sqrt(centred @ centred * self.num_documents / (chosen - 1)))
 
 
 def fifth_means(
