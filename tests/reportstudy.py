@@ -23,9 +23,8 @@ from headwise.intervals import Interval, mean_interval
 from headwise.models.values import ModelInfo
 from headwise.plasticity.settings import PlasticitySettings
 from headwise.plasticity.values import (
+    MAPS,
     DistanceMap,
-    MeasuredModel,
-    PlasticityMaps,
     PlasticityProvenance,
     PlasticitySummary,
 )
@@ -80,8 +79,8 @@ def plasticity_summary(grid, settings=None) -> PlasticitySummary:
     """A run's plasticity.json of which only the plasticity of each head matters."""
     grid = tuple(tuple(row) for row in grid)
     return PlasticitySummary(
-        MeasuredModel("m"),
-        PlasticityMaps(grid, *[()] * 5),
+        {"id": "m"},
+        dict.fromkeys(MAPS, ()) | {"plasticity": grid},
         {},
         DistanceMap((), (), (), ()),
         (),

@@ -30,7 +30,6 @@ from headwise.plasticity.values import (
     Cell,
     HeadFailure,
     HeadRecord,
-    KeptHead,
     PlasticitySummary,
 )
 from headwise.provenance import TextInfo
@@ -430,8 +429,12 @@ def test_a_summary_is_read_back_and_a_damaged_one_is_refused(tmp_path, small):
     summary = PlasticitySummary.load(path)
     assert summary.save(tmp_path / "again.json").read_bytes() == path.read_bytes()
     kept = tmp_path / ".heads" / "l00h00.json"
-    assert KeptHead.load(kept).save(tmp_path / "head.json").read_bytes() == kept.read_bytes()
+    key, head = HeadRecord.load(kept)
+    assert head.save(tmp_path / "head.json", key).read_bytes() == kept.read_bytes()
     body = load_artefact(path, "plasticity")
+    save_artefact(path, "plasticity", body | {"maps": {"plasticity": [[0.5]]}})
+    with pytest.raises(ArtefactError, match="no map plasticity_se"):
+        PlasticitySummary.load(path)
     save_artefact(path, "plasticity", body | {"maps": {"plasticity": [["x"]]}})
     with pytest.raises(ArtefactError, match=r"maps.plasticity.0.0: Input should be a valid number"):
         PlasticitySummary.load(path)

@@ -18,7 +18,7 @@ from conftest import sharp_model
 from headwise.diagnosis.measures import measure_heads
 from headwise.forward.attention import Scores, attend, mass_at, moments
 from headwise.plasticity.head_group import analyse_group
-from headwise.plasticity.reader import CaptureTold, HeadGroup, QKFolder
+from headwise.plasticity.reader import HeadGroup, QKFolder
 from headwise.plasticity.settings import PlasticitySettings
 from headwise.texts.batches import batches
 from planned import random_ids
@@ -166,11 +166,11 @@ def test_plasticity_lies_between_zero_and_one(tmp_path_factory, seed, scale, def
     chance = np.random.default_rng(seed)
     for kind in "qk":
         write_vectors(folder / f"l00h00{kind}", chance.normal(size=(48, 3)) * scale)
-    told = QKFolder(folder, frozenset({(0, 0)}), frozenset({(0, 0)}), CaptureTold())
+    captured = QKFolder(folder, frozenset({(0, 0)}), frozenset({(0, 0)}), "model")
     (result,) = analyse_group(
-        told, HeadGroup(0, 0, (0,)), PlasticitySettings(definition=definition)
+        captured, HeadGroup(0, 0, (0,)), PlasticitySettings(definition=definition)
     )
-    values = [cell.plasticity for cell in result.cells.cells]
+    values = [cell.plasticity for cell in result.cells]
     # the empirical share is unbiased, so that with 16 queries it can reach 16/15
     most = 16 / 15 if definition == "empirical" else 1.0
     assert values

@@ -30,7 +30,7 @@ from headwise.plasticity.head_group import analyse_group
 from headwise.plasticity.reader import find_heads, group_heads
 from headwise.plasticity.run import HeadFailure
 from headwise.plasticity.settings import PlasticitySettings
-from headwise.plasticity.values import KeptHead, PlasticitySummary
+from headwise.plasticity.values import HeadRecord, PlasticitySummary
 from headwise.plasticity.writer import is_whole
 from headwise.proof.comparison import Comparison
 from headwise.proof.completed_texts import Completions
@@ -141,7 +141,7 @@ KINDS: dict[str, tuple[str, Read]] = {
     "captured vectors": ("qk/l01h00k/data.parquet", lambda path: _measured(path.parent.parent)),
     "staged vectors": ("portion/l00q.safetensors", lambda path: _staged(path)),
     "plasticity.json": ("plasticity/plasticity.json", _plain(PlasticitySummary.load)),
-    "kept head": ("plasticity/.heads/l00h00.json", _plain(KeptHead.load)),
+    "kept head": ("plasticity/.heads/l00h00.json", _plain(HeadRecord.load)),
     "study.json": ("study/study.json", _plain(started_study)),
     "summary.json": ("study/summary.json", _plain(StudySummary.load)),
 }

@@ -163,7 +163,7 @@ def plot_distances(distances: DistanceMap, model: str) -> Figure:
 
 def plot_before_and_after(before: Path, after: Path) -> Figure:
     """Two runs' `plasticity.json` side by side as head maps, and the difference."""
-    grids = [_array(PlasticitySummary.load(p).maps.plasticity) for p in (before, after)]
+    grids = [_array(PlasticitySummary.load(p).maps["plasticity"]) for p in (before, after)]
     if grids[0].shape != grids[1].shape or not grids[0].size:
         shapes = " and ".join(str(grid.shape) for grid in grids)
         raise ArtefactError(f"cannot compare head maps of shapes {shapes}", where=after)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,42 +62,30 @@ class HeadGroup:
 
 
 @dataclass(frozen=True)
-class CaptureTold:
-    """What a capture wrote about itself; None is what it did not say."""
-
-    model_name: str | None = None
-    num_q_heads: int | None = None
-    num_k_heads: int | None = None
-    heads: tuple[Head, ...] = ()  # named one by one, if any
-    sampled: bool = False  # a choice of heads, so that gaps are no losses
-    checksums: Mapping[str, str] = field(default_factory=dict, repr=False)  # by head folder
-
-
-@dataclass(frozen=True)
 class QKFolder:
-    """A folder of head folders, and which (layer, head) it has of each kind."""
+    """A folder of head folders: which (layer, head) it has, and what its capture says of itself."""
 
     path: Path
     queries: frozenset[tuple[int, int]]
     keys: frozenset[tuple[int, int]]
-    told: CaptureTold
+    model: str  # as the capture names it, else the folder's name
+    num_q_heads: int | None = None  # None: the capture does not say
+    num_k_heads: int | None = None
+    heads: tuple[Head, ...] = ()  # named one by one, if any
+    sampled: bool = False  # a choice of heads, so that gaps are no losses
+    checksums: Mapping[str, str] = field(default_factory=dict, repr=False)  # by head folder
 
     def file(self, layer: int, head: int, kind: str) -> Path:
         """Where the vectors of one head are."""
         return self.path / f"l{layer:02d}h{head:02d}{kind}" / FILE
 
     def verified_file(self, layer: int, head: int, kind: str) -> Path:
-        """The same, if it is the file that the capture wrote (another program's is not told)."""
+        """The same, if it is the file that the capture wrote (another program says no checksum)."""
         path = self.file(layer, head, kind)
-        told = self.told.checksums.get(path.parent.name)
-        if told is not None and path.exists():
-            require_same(file_checksum(path), told, path, "capture this head again")
+        checksum = self.checksums.get(path.parent.name)
+        if checksum is not None and path.exists():
+            require_same(file_checksum(path), checksum, path, "capture this head again")
         return path
-
-    @property
-    def model(self) -> str:
-        """The model's name as the capture tells it, else the folder's."""
-        return self.told.model_name or self.path.name
 
 
 def find_heads(root: Path, model_dir: str | None = None) -> QKFolder:
@@ -134,20 +122,21 @@ def _scan(path: Path) -> QKFolder | None:
     heads = [(int(match[1]), int(match[2]), match[3]) for match in matches]
     queries = frozenset((layer, head) for layer, head, kind in heads if kind == "q")
     keys = frozenset((layer, head) for layer, head, kind in heads if kind == "k")
-    return QKFolder(path, queries, keys, _told(path))
+    return _described(QKFolder(path, queries, keys, path.name))
 
 
-def _told(path: Path) -> CaptureTold:
-    """What the capture wrote about itself, if it did: headwise's file or qk-sniffer's state."""
-    if not (path / CAPTURE).exists():
-        return _sniffer_state(path / "_saver_state.json")
-    capture = CaptureInfo.load(path)
+def _described(folder: QKFolder) -> QKFolder:
+    """The folder with what its capture wrote: headwise's file, or qk-sniffer's state."""
+    if not (folder.path / CAPTURE).exists():
+        return _described_by_sniffer(folder)
+    capture = CaptureInfo.load(folder.path)
     if not capture.finished:
         raise ArtefactError(
-            "the capture is not finished", where=path, fix="`headwise capture ... --resume`"
+            "the capture is not finished", where=folder.path, fix="`headwise capture ... --resume`"
         )
-    return CaptureTold(
-        model_name=capture.model.id,
+    return replace(
+        folder,
+        model=capture.model.id or folder.model,
         num_q_heads=capture.model.num_heads,
         num_k_heads=capture.model.num_kv_heads,
         heads=tuple(Head.parse(name) for name in capture.heads),
@@ -156,18 +145,18 @@ def _told(path: Path) -> CaptureTold:
     )
 
 
-def _sniffer_state(path: Path) -> CaptureTold:
-    """qk-sniffer's state file: another program's, so that what it lacks is discovered instead."""
+def _described_by_sniffer(folder: QKFolder) -> QKFolder:
+    """Another program's state file: what it lacks is discovered instead."""
     try:
-        state = json.loads(path.read_text(encoding="utf-8"))
+        state = json.loads((folder.path / "_saver_state.json").read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
-        return CaptureTold()
+        return folder
     metadata = state.get("model_metadata") if isinstance(state, dict) else None
     if not isinstance(metadata, dict):
-        return CaptureTold()
-    name = metadata.get("model_name", state.get("model_name"))
-    return CaptureTold(
-        model_name=str(name) if name else None,
+        return folder
+    return replace(
+        folder,
+        model=str(metadata.get("model_name", state.get("model_name")) or folder.model),
         num_q_heads=_positive(metadata.get("num_q_heads")),
         num_k_heads=_positive(metadata.get("num_k_heads")),
         sampled=any(key.startswith("head_sampling") for key in metadata),
@@ -191,16 +180,16 @@ def group_heads(
     by whoever reads it. A capture that says which heads it took lists those; one that only says
     that it sampled lists what it has.
     """
-    num_q = num_q_heads or folder.told.num_q_heads or _count(folder, "query", folder.queries)
-    num_k = num_k_heads or folder.told.num_k_heads or _count(folder, "key", folder.keys)
+    num_q = num_q_heads or folder.num_q_heads or _count(folder, "query", folder.queries)
+    num_k = num_k_heads or folder.num_k_heads or _count(folder, "key", folder.keys)
     size = _group_size(
         folder, num_q, num_k, given=num_q_heads is not None and num_k_heads is not None
     )
     if num_layers is not None:
         heads = {(layer, head) for layer in range(num_layers) for head in range(num_q)}
-    elif folder.told.heads:
-        heads = {(head.layer, head.index) for head in folder.told.heads}
-    elif folder.told.sampled:
+    elif folder.heads:
+        heads = {(head.layer, head.index) for head in folder.heads}
+    elif folder.sampled:
         heads = set(folder.queries)
     else:
         layers = {layer for layer, _ in folder.queries | folder.keys}

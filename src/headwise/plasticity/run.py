@@ -26,8 +26,8 @@ from headwise.integrity.locks import one_writer
 from headwise.plasticity.head_group import analyse_group
 from headwise.plasticity.reader import HeadGroup, QKFolder, find_heads, group_heads
 from headwise.plasticity.settings import PlasticitySettings, load_settings
-from headwise.plasticity.tables import summarise, table_rows, write_tables
-from headwise.plasticity.values import FILE, HeadFailure, HeadRecord, KeptHead
+from headwise.plasticity.tables import make_summary, table_rows, write_tables
+from headwise.plasticity.values import FILE, HeadFailure, HeadRecord
 from headwise.progress import Progress, silent
 from headwise.workers import spread
 
@@ -108,7 +108,7 @@ def _measure_all(
                 failures.append(item)
             else:
                 key = _key(folder, group, item.q_head, settings)
-                KeptHead(key, item).save(_head_file(out, item.layer, item.q_head))
+                item.save(_head_file(out, item.layer, item.q_head), key)
                 records.append(item)
         progress("heads", len(records) + len(failures), total, "")
     records.sort(key=lambda record: (record.layer, record.q_head))
@@ -119,7 +119,7 @@ def _measure_all(
             where=out,
             fix="capture longer texts, or smaller --buckets",
         )
-    summary = summarise(folder.model, settings, records, failures)
+    summary = make_summary(folder.model, settings, records, failures)
     files = (*write_tables(out, settings, records), summary.save(out / FILE))
     return Plasticity(folder.model, settings, tuple(records), tuple(failures), files)
 
@@ -262,7 +262,7 @@ def _kept_record(
     if not path.exists():
         return None
     try:
-        kept = KeptHead.load(path)
+        key, record = HeadRecord.load(path)
     except ArtefactError:  # damaged: measuring again mends it
         return None
-    return kept.head if kept.key == _key(folder, group, q_head, settings) else None
+    return record if key == _key(folder, group, q_head, settings) else None

@@ -15,12 +15,11 @@ import numpy as np
 from headwise.artefacts import versions, write_text
 from headwise.plasticity.settings import PlasticitySettings
 from headwise.plasticity.values import (
+    MAPS,
     DistanceMap,
     HeadFailure,
     HeadGrid,
     HeadRecord,
-    MeasuredModel,
-    PlasticityMaps,
     PlasticityProvenance,
     PlasticitySummary,
 )
@@ -149,7 +148,7 @@ def distance_map(heads: Sequence[HeadRecord]) -> DistanceMap:
     )
 
 
-def summarise(
+def make_summary(
     model: str,
     settings: PlasticitySettings,
     heads: Sequence[HeadRecord],
@@ -158,15 +157,8 @@ def summarise(
     """Per-head maps, the position profile and the distance map."""
     averaged = ("ap_overall", *_QUINTILES, "ap_drop")
     return PlasticitySummary(
-        model=MeasuredModel(model),
-        maps=PlasticityMaps(
-            plasticity=head_map(heads, "ap_overall"),
-            plasticity_se=head_map(heads, "ap_se"),
-            plasticity_drop=head_map(heads, "ap_drop"),
-            plasticity_first_20pct=head_map(heads, "ap_first_20pct"),
-            plasticity_last_20pct=head_map(heads, "ap_last_20pct"),
-            q_R2_scalar=head_map(heads, "q_R2_scalar"),
-        ),
+        model={"id": model},
+        maps={name: head_map(heads, column) for name, column in MAPS.items()},
         mean={name: _mean(getattr(head, name) for head in heads) for name in averaged},
         inter_key_distance=distance_map(heads),
         failures=tuple(failures),

@@ -9,17 +9,29 @@ summary.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from headwise.artefacts import load_artefact, save_artefact
+from headwise.errors import ArtefactError
 from headwise.plasticity.settings import PlasticitySettings
 from headwise.values import from_plain, to_plain
 
 HeadGrid = tuple[tuple[float | None, ...], ...]  # [layer][head]; None where nothing was measured
 
 FILE = "plasticity.json"
+
+# A map of the summary -> the column of the head table that it shows.
+MAPS = {
+    "plasticity": "ap_overall",
+    "plasticity_se": "ap_se",
+    "plasticity_drop": "ap_drop",
+    "plasticity_first_20pct": "ap_first_20pct",
+    "plasticity_last_20pct": "ap_last_20pct",
+    "q_R2_scalar": "q_R2_scalar",
+}
 
 # Where and how the work was done: no part of what two runs must have in common.
 _NOT_SAVED = {"dataset_local_root", "max_workers", "backend", "scheduler"}
@@ -85,6 +97,17 @@ class HeadRecord:
     cells: tuple[Cell, ...]  # by query bucket, then key bucket
     distance: tuple[DistanceBin, ...]
 
+    def save(self, path: Path, key: str) -> Path:
+        """Write a finished head's file; `key` is a hash of what the record is valid for."""
+        return save_artefact(path, "plasticity-head", {"key": key, "head": to_plain(self)})
+
+    @staticmethod
+    def load(path: Path) -> tuple[str, HeadRecord]:
+        """Read a finished head's key and record; a damaged file is an `ArtefactError`."""
+        body = load_artefact(path, "plasticity-head")
+        key: str = from_plain(str, body.get("key"), path)
+        return key, from_plain(HeadRecord, body.get("head"), path)
+
     @property
     def ap_first_20pct(self) -> float | None:
         """Plasticity in the first fifth of the position range."""
@@ -110,23 +133,6 @@ class HeadRecord:
     def n_pairs(self) -> int:
         """Pairs of the cells that could be scored."""
         return sum(cell.n_pairs for cell in self.cells if cell.plasticity is not None)
-
-
-@dataclass(frozen=True)
-class KeptHead:
-    """A finished head's file: its record, and the hash of what the record is valid for."""
-
-    key: str
-    head: HeadRecord
-
-    def save(self, path: Path) -> Path:
-        """Write the file."""
-        return save_artefact(path, "plasticity-head", to_plain(self))
-
-    @staticmethod
-    def load(path: Path) -> KeptHead:
-        """Read the file; a damaged one is an `ArtefactError`."""
-        return from_plain(KeptHead, load_artefact(path, "plasticity-head"), path)
 
 
 def defined(value: float) -> float | None:
@@ -157,13 +163,6 @@ class DistanceMap:
 
 
 @dataclass(frozen=True)
-class MeasuredModel:
-    """The model as the capture names it."""
-
-    id: str
-
-
-@dataclass(frozen=True)
 class PlasticityProvenance:
     """The settings of a run, and the versions that can change a number."""
 
@@ -172,23 +171,11 @@ class PlasticityProvenance:
 
 
 @dataclass(frozen=True)
-class PlasticityMaps:
-    """Columns of the head table as [layer][head]."""
-
-    plasticity: HeadGrid
-    plasticity_se: HeadGrid
-    plasticity_drop: HeadGrid
-    plasticity_first_20pct: HeadGrid
-    plasticity_last_20pct: HeadGrid
-    q_R2_scalar: HeadGrid
-
-
-@dataclass(frozen=True)
 class PlasticitySummary:
     """One run's `plasticity.json`."""
 
-    model: MeasuredModel
-    maps: PlasticityMaps
+    model: Mapping[str, str]  # `id`, as the capture names it
+    maps: Mapping[str, HeadGrid]  # of `MAPS`
     mean: dict[str, float | None]
     inter_key_distance: DistanceMap
     failures: tuple[HeadFailure, ...]
@@ -210,7 +197,11 @@ class PlasticitySummary:
     @staticmethod
     def load(path: Path) -> PlasticitySummary:
         """Read `plasticity.json`; a damaged one is an `ArtefactError`."""
-        return from_plain(PlasticitySummary, load_artefact(path, "plasticity"), path)
+        summary = from_plain(PlasticitySummary, load_artefact(path, "plasticity"), path)
+        for name in MAPS:
+            if name not in summary.maps:
+                raise ArtefactError(f"no map {name}", where=path, fix="measure the heads again")
+        return summary
 
 
 def find_plasticity(*folders: Path) -> PlasticitySummary | None:

@@ -265,7 +265,7 @@ def plasticity_change(before: Snapshot, after: Snapshot, zones: Zones) -> Plasti
             "the two plasticities were measured with different settings",
             fix="run `headwise plasticity` alike on both captures",
         )
-    start, end = (np.array(found.maps.plasticity, dtype=float) for found in (left, right))
+    start, end = (np.array(found.maps["plasticity"], dtype=float) for found in (left, right))
     shape = before.diagnosis.maps["first_token_mass"].shape
     if start.shape != shape or end.shape != shape:
         raise ArtefactError(

@@ -113,7 +113,7 @@ def cascade_counts(source: Source | None) -> Figure | None:
 def plasticity_maps(source: Source | None) -> Figure | None:
     """Attention plasticity of every head, where it was measured."""
     conditions = [] if source is None else source.conditions
-    shown = [(c.label, c.plasticity.maps.plasticity) for c in conditions if c.plasticity]
+    shown = [(c.label, c.plasticity.maps["plasticity"]) for c in conditions if c.plasticity]
     if not shown:
         return None
     figure, grid = panels(len(shown), 4.4, 3.6)

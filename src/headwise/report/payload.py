@@ -165,7 +165,7 @@ def _condition(condition: Condition, diagnosis: Diagnosis) -> dict[str, Any]:
     named = {row.key for row in MEASURES}
     maps = {name: short(value) for name, value in diagnosis.maps.items() if name in named}
     if condition.plasticity is not None:
-        maps["plasticity"] = short(condition.plasticity.maps.plasticity)
+        maps["plasticity"] = short(condition.plasticity.maps["plasticity"])
     arm = condition.arm if condition.number == 1 else f"{condition.arm}, pass {condition.number}"
     profile, pooled = diagnosis.profile, diagnosis.pooled
     return {
