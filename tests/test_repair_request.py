@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from conftest import tiny_language_model, tiny_tokenizer
 from headwise.artefacts import load_artefact
 from headwise.cli import app
-from headwise.errors import SelectionError
+from headwise.errors import ArtefactError, SelectionError
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.loading import load_model
 from headwise.models.patch import Patch
@@ -296,3 +296,11 @@ def test_run_json_keeps_the_request(loaded, plan, tmp_path):
     assert asked["keep"] == {"name": "other", "count": 20, "sha256": OTHER.sha256}
     assert asked["plan"]["targets"] == plan.targets
     assert RunSettings.load(tmp_path).request.plan == plan
+
+
+def test_a_plan_for_a_larger_model_is_refused_by_its_shape(loaded, tmp_path):
+    larger = tiny_language_model("llama", num_hidden_layers=6)
+    foreign = plan_for(larger, "L5H0")
+    with pytest.raises(ArtefactError, match=r"the plan is for .* = \(6, .* this model has \(2, "):
+        repair(loaded, foreign, TEXTS, RECIPE, out=tmp_path / "run", force=True)
+    assert not (tmp_path / "run").exists()
