@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 from conftest import tiny_language_model, tiny_tokenizer
 from headwise.artefacts import load_artefact
 from headwise.cli import app
+from headwise.diagnosis.diagnose import diagnose
+from headwise.diagnosis.settings import Thresholds
 from headwise.errors import ArtefactError, SelectionError
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.loading import load_model
@@ -22,6 +24,7 @@ from headwise.proof.evaluate import evaluate
 from headwise.studies.arms import open_setting
 from headwise.studies.study import load_study
 from headwise.surgery.fitting import fit_request
+from headwise.surgery.plan import SurgeryPlan, make_plan, plans_of
 from headwise.surgery.settings import MODES, TRAINED, TREATED, RepairRequest
 from headwise.surgery.values import RunSettings
 from headwise.texts.corpus import build_corpus
@@ -304,3 +307,17 @@ def test_a_plan_for_a_larger_model_is_refused_by_its_shape(loaded, tmp_path):
     with pytest.raises(ArtefactError, match=r"the plan is for .* = \(6, .* this model has \(2, "):
         repair(loaded, foreign, TEXTS, RECIPE, out=tmp_path / "run", force=True)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_keeps_which_heads_its_diagnosis_found_sick_and_on_which_texts(loaded, tmp_path):
+    few = TextSet("my few texts", TEXTS.texts[:6])
+    found = diagnose(loaded, few, max_length=24, thresholds=Thresholds(dead=0.9, sink=0.1))
+    plan = make_plan(found, heads="L0H1")
+    assert plan.heads_of(plan.sick) == found.head_sets()["sick"]
+    assert plan.texts.sha256 == few.sha256
+    assert plan.diagnosed.endswith("on my few texts (6 texts)")
+    assert SurgeryPlan.load(plan.save(tmp_path / "plan.yaml")) == plan
+    done = repair(loaded, plan, TEXTS, RECIPE, out=tmp_path / "run", mode="sham")
+    assert RunSettings.load(done.out).plan.diagnosed == plan.diagnosed
+    patch = Patch.load(done.out / "patch.safetensors")
+    assert plans_of([patch.info])[0].sick == plan.sick

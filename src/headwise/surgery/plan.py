@@ -24,6 +24,7 @@ from headwise.errors import ArtefactError, SelectionError
 from headwise.frames import frame
 from headwise.heads import Head, format_heads, named_ranges, select_heads
 from headwise.models.values import ModelInfo, PatchInfo, model_name
+from headwise.provenance import TextInfo
 from headwise.settings import changed, read_yaml, validated
 from headwise.surgery.plan_settings import Compensate, Init, KvPolicy, Preset
 from headwise.tables import Table, table, tables_html
@@ -132,7 +133,25 @@ class SurgeryPlan(BaseModel):
     treatments: dict[str, str] = {}  # treatment: its heads; targets not named are reinitialised
     doses: dict[str, float] = {}  # amounts by head or by treatment, else the treatment's own
     bos: bool | None = None  # whether texts start with a BOS, as in the diagnosis
+    sick: str = ""  # in the diagnosis: other texts and lengths may count other heads
+    texts: TextInfo | None = None  # that it was made on
     summary: Annotated[PlanSummary | None, Empty] = None
+
+    @model_serializer(mode="wrap")
+    def _without_unknown_diagnosis(
+        self, handler: Callable[[object], dict[str, object]]
+    ) -> dict[str, object]:
+        return {k: v for k, v in handler(self).items() if v or k not in ("sick", "texts")}
+
+    @property
+    def diagnosed(self) -> str:
+        """Which count of sick heads the plan rests on; empty if it does not say."""
+        if self.texts is None:
+            return ""
+        sick = len(self.heads_of(self.sick)) if self.sick else 0
+        return (
+            f"{sick} sick head{'s' * (sick != 1)} on {self.texts.name} ({self.texts.count} texts)"
+        )
 
     @property
     def target_heads(self) -> list[Head]:
@@ -164,6 +183,7 @@ class SurgeryPlan(BaseModel):
         named = (("targets", self.targets), ("watched", self.watched))
         rows = [(name, heads.replace(",", ", ")) for name, heads in named]  # lines break at blanks
         told = {} if self.summary is None else self.summary.told
+        rows.append(("diagnosis", self.diagnosed))
         kept = [(name, value) for name, value in [*rows, *told.items()] if value]
         return table(f"plan for {model_name(self.model.id)}", ("", ""), kept)
 
@@ -259,6 +279,8 @@ def make_plan(
         "kv_policy": kv_policy,
         "seed": seed,
         "bos": None if (found := diagnosis.provenance.settings) is None else found.bos,
+        "sick": format_heads(sets["sick"]),
+        "texts": diagnosis.provenance.texts,
         "summary": _summary(model, targets, groups, compensate),
     }
     return validated(SurgeryPlan, body, "the given options")
