@@ -289,9 +289,7 @@ def _headwise(path: str) -> Run:
 
     def run(ids: Any) -> Maps:
         texts = [ids[0].tolist()]
-        measured = measure_heads(
-            model, batches(texts, 1), num_texts=1, max_length=len(texts[0])
-        ).values
+        measured = measure_heads(model, batches(texts, 1)).values
         mass, entropy = measured["first_token_mass"], measured["entropy"]
         return mass.ravel().tolist(), entropy.ravel().tolist()
 

@@ -282,8 +282,7 @@ def _diagnosed(model: Any, ids: list[list[int]]) -> None:
     from headwise.diagnosis.measures import measure_heads
     from headwise.texts.batches import batches
 
-    count, length = len(ids), len(ids[0])
-    measure_heads(model, batches(ids, 1), num_texts=count, max_length=length, pooled=True)
+    measure_heads(model, batches(ids, 1), pooled=True)
 
 
 def _ablated(model: Any, ids: list[list[int]]) -> None:

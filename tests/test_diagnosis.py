@@ -389,7 +389,7 @@ def test_a_model_that_overflows_is_told_by_head_and_text(tokenizer):
         model.transformer.h[1].attn.c_attn.weight[:, 64:].fill_(float("inf"))
     encoded = encode_texts(tokenizer, TEXTS[:1], max_length=32)
     with pytest.raises(ModelError, match=r"of L1H0 on text 0 is not a finite number"):
-        measure_heads(model, batches(encoded, 1), num_texts=1, max_length=32)
+        measure_heads(model, batches(encoded, 1))
     with pytest.raises(ModelError, match="own logits are NaN or infinite everywhere"):
         diagnose(model, tokenizer, TEXTS[:1])
 

@@ -12,12 +12,19 @@ from conftest import SENTENCES, tiny_language_model, tiny_model, tiny_tokenizer
 from headwise.diagnosis.dormancy import activation_dormancy, weight_dormancy
 from headwise.diagnosis.values import Diagnosis
 from headwise.errors import TextError
-from headwise.forward.interventions import ZERO, mean_output, patched_queries
+from headwise.forward.hooked_pass import HookedPass, shared_batches
+from headwise.forward.interventions import ZERO, Variant, mean_output, patched_queries
 from headwise.forward.mean_outputs import measure_means
-from headwise.forward.variant_losses import head_costs
+from headwise.forward.variant_losses import head_costs, variant_losses
 from headwise.heads import Head, all_heads
 from headwise.intervals import DRAWS, Interval, draw_documents, mean_interval, mean_intervals
-from headwise.models.architectures import architecture_of, geometry_of, layers_of, projection_of
+from headwise.models.architectures import (
+    architecture_of,
+    backbone_of,
+    geometry_of,
+    layers_of,
+    projection_of,
+)
 from headwise.models.loaded_model import LoadedModel
 from headwise.proof.evaluate import _Wanted, _wanted, evaluate, paper_prompts
 from headwise.proof.evaluation import Evaluation, HeadCost, HeadCosts, recovery_of
@@ -26,9 +33,18 @@ from headwise.proof.perplexity import make_windows, paired_difference, text_loss
 from headwise.surgery.operation import operate
 from headwise.surgery.plan import operated_heads
 from headwise.surgery.treatments import Dose, treat
+from headwise.texts import batches as batches_module
 from headwise.texts.batches import batches
 from headwise.texts.text_sets import TextSet
-from planned import ablate_sets, made_model, patched_with, plan_for, random_ids, weight_bits
+from planned import (
+    ablate_sets,
+    made_model,
+    patched_with,
+    plan_for,
+    random_ids,
+    small_texts,
+    weight_bits,
+)
 
 THREE = ("llama", "bloom", "gpt2")
 TEXTS = TextSet("five", SENTENCES)
@@ -459,3 +475,62 @@ def test_a_first_order_cost_is_the_exact_one_where_little_changes(ablated):
         np.testing.assert_allclose(gone, [expected[h.layer, h.index] for h in heads], rtol=1e-4)
     finally:
         ablated.float()
+
+
+def counted_passes(model, work):
+    """How many batches go through the model, whatever for."""
+    sizes = []
+    hook = backbone_of(model).register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(len(args[0] if args else kwargs["input_ids"])),
+        with_kwargs=True,
+    )
+    try:
+        work()
+    finally:
+        hook.remove()
+    return len(sizes)
+
+
+@pytest.mark.parametrize("more", [0, 4])
+def test_losses_diagnosis_means_and_dormancy_share_one_pass_of_every_text(
+    tokenizer, monkeypatch, more
+):
+    """Of 29 passes on twelve texts 18 are left: four measurements ran three batches each."""
+    model, read = tiny_language_model("bloom"), []
+    sets = [small_texts(12), TextSet("more", small_texts(12 + more).texts[8:])]
+    token_ids = batches_module.token_ids
+
+    def counted(*args, **options):
+        read.append(args[1])
+        return token_ids(*args, **options)
+
+    monkeypatch.setattr(batches_module, "token_ids", counted)
+    passes = counted_passes(
+        model,
+        lambda: evaluate(
+            model, tokenizer, sets, heads="none", max_length=32, batch_size=4, bos=False
+        ),
+    )
+    guard, batches_of_judged, sample, gradients = 2, 3, 1, 12
+    assert passes == guard + batches_of_judged + more // 4 + sample + gradients
+    assert sorted(read) == sorted(small_texts(12 + more).texts)  # each text is tokenised once
+
+
+def test_zero_and_mean_ablation_share_their_base_pass():
+    model, kinds = tiny_model("bloom"), [ZERO]
+    kinds.append(mean_output(model, measure_means(model, batches(ENCODED, 4))))
+    variants = [Variant((Head(1, 0),), kind) for kind in kinds]
+    passes = counted_passes(model, lambda: variant_losses(model, ENCODED, variants))
+    assert passes == 2 * len(ENCODED)  # the model as it is, then both variants stacked
+
+
+def test_a_shared_batch_keeps_the_order_of_every_pass():
+    ids = [torch.full((1, 2), n) for n in range(4)]
+    first = HookedPass([ids[0], ids[1], ids[1]], take=lambda *_: None)
+    second = HookedPass([ids[2], ids[1], ids[0], ids[3]], take=lambda *_: None)
+    shared = shared_batches([first, second])
+    for one in (first, second):
+        met = [(n, batch.ids) for batch in shared for owner, n in batch.seen_by if owner is one]
+        assert [n for n, _ in met] == list(range(len(one.ids)))
+        assert all(torch.equal(found, one.ids[n]) for n, found in met)
+    assert len(shared) == 6  # ids[1] once for both; ids[0] again, since it comes after it

@@ -48,7 +48,7 @@ def test_a_family_passes_the_check(model):
 
 
 def test_every_measure_equals_the_dense_one(model):
-    measured = measure_heads(model, batches(TEXTS, 2), num_texts=2, max_length=131)
+    measured = measure_heads(model, batches(TEXTS, 2))
     for number, text in enumerate(TEXTS):
         expected, _ = eager_measures(model, text)
         assert set(expected) >= set(MEASURES) - {"max_logit", "max_logit_upper"}
@@ -88,7 +88,7 @@ def test_dormancy_is_an_optional_part_of_a_row(model):
 
 def test_heads_bear_the_models_own_layer_numbers(model):
     geometry = geometry_of(model)
-    seen = measure_heads(model, batches(TEXTS[1:], 1), num_texts=1, max_length=20)
+    seen = measure_heads(model, batches(TEXTS[1:], 1))
     assert seen.values["entropy"].shape == (1, geometry.num_layers, geometry.num_heads)
 
 

@@ -100,9 +100,8 @@ def smallest(**changes):
 
 
 def measured(model, encoded, batch_size=4):
-    longest = max(map(len, encoded))
     found = batches(encoded, batch_size)
-    return measure_heads(model, found, num_texts=len(encoded), max_length=longest)
+    return measure_heads(model, found)
 
 
 @pytest.mark.parametrize("name", SMALL)

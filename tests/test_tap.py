@@ -60,9 +60,7 @@ def padded(texts, side):
 
 
 def test_every_measure_of_every_head_equals_the_dense_one(model):
-    measured = measure_heads(
-        model, batches(TEXTS, 3), num_texts=len(TEXTS), max_length=max(LENGTHS)
-    )
+    measured = measure_heads(model, batches(TEXTS, 3))
     for number, text in enumerate(TEXTS):
         expected, _ = eager_measures(model, text)
         assert set(expected) >= set(MEASURES) - {
@@ -97,12 +95,12 @@ def test_a_padded_batch_sees_what_eager_sees(model, side):
     real = mask.bool()
     with torch.inference_mode(), watched(model) as seen:
         plain = model(ids, attention_mask=mask, output_attentions=True, use_cache=False)
-    seen = {}
+    shown = {}
 
     def read(attention):
         offset = mass_at(attention.scores, attention.lse, 1)
         first = mass_at(attention.scores, attention.lse, None)
-        seen[attention.layer] = (
+        shown[attention.layer] = (
             attention.out,
             moments(attention.scores, attention.lse),
             first,
@@ -112,7 +110,7 @@ def test_a_padded_batch_sees_what_eager_sees(model, side):
     with tapped(model, read):
         after = logits(model, ids, attention_mask=mask)
     assert relative(after[real], plain.logits[real]) < 1e-5
-    for layer, (out, moment, first, previous) in seen.items():
+    for layer, (out, moment, first, previous) in shown.items():
         p = plain.attentions[layer].double()
         at = real[:, None].expand(p.shape[:3])
         out_error = (out - split_heads(model, seen["out"][layer]))[at].abs().max()

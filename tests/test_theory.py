@@ -20,7 +20,7 @@ REPEATED = [7] * LENGTH
 
 
 def measured(model, text):
-    return measure_heads(model, batches([text], 1), num_texts=1, max_length=len(text)).means()
+    return measure_heads(model, batches([text], 1)).means()
 
 
 @pytest.mark.parametrize("name", ["bloom", "bloom-6h", "mpt", "falcon-alibi"])

@@ -48,35 +48,12 @@ def diagnose(
     progress: Progress = silent,
 ) -> Diagnosis:
     """Measure and classify every head of a loaded model; `bos` overrules its first token."""
-    work = diagnosis_measurement(
-        loaded,
-        texts,
-        max_length=max_length,
-        batch_size=batch_size,
-        skip_queries=skip_queries,
-        bos=bos,
-        thresholds=thresholds,
-    )
-    return run_measurement(loaded.model, work, progress=progress)
-
-
-def diagnosis_measurement(
-    loaded: LoadedModel,
-    texts: TextSet | Sequence[str] | None = None,
-    *,
-    max_length: int = DEFAULT_MAX_LENGTH,
-    batch_size: int = 4,
-    skip_queries: int = 0,
-    bos: bool | None = None,
-    thresholds: Thresholds | None = None,
-) -> Measurement[Diagnosis]:
-    """The same as a measurement that may share its passes with others."""
     loaded, max_length = loaded.reading(bos), loaded.length(max_length)
     chosen = as_text_set(texts, loaded.id, most=_DEFAULT_TEXTS)
     encoded = encode_for(
         loaded, chosen.texts, max_length=max_length, minimum=max(2, skip_queries + 1)
     )
-    return tokens_measurement(
+    measurement = diagnosis_measurement(
         loaded,
         encoded,
         chosen.describe(sum(map(len, encoded))),
@@ -84,9 +61,10 @@ def diagnosis_measurement(
         batch_size=batch_size,
         thresholds=thresholds,
     )
+    return run_measurement(loaded.model, measurement, progress=progress)
 
 
-def tokens_measurement(
+def diagnosis_measurement(
     loaded: LoadedModel,
     encoded: list[list[int]],
     texts: TextInfo,
@@ -95,7 +73,10 @@ def tokens_measurement(
     batch_size: int = 4,
     thresholds: Thresholds | None = None,
 ) -> Measurement[Diagnosis]:
-    """The same for text that is tokenised already; `texts` and `settings` say how."""
+    """The diagnosis on tokenised text, as a measurement that may share its passes with others.
+
+    `texts` and `settings` say how the text was tokenised.
+    """
     model, skip_queries = loaded.model, settings.skip_queries
     lengths = [len(ids) for ids in encoded]
     guard(model, max(lengths))
@@ -103,8 +84,6 @@ def tokens_measurement(
     measured = yield from heads_measurement(
         model,
         batches(encoded, batch_size),
-        num_texts=len(encoded),
-        max_length=max(lengths),
         skip_queries=skip_queries,
         pooled=True,
         visit=lambda layer: dormant.append(dormant_weights(model, layer)),

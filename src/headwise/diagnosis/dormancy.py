@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headwise.diagnosis.values import Dormancy
-from headwise.forward.layer_by_layer import Emit, HookedPass
+from headwise.forward.hooked_pass import Emit, HookedPass
 from headwise.forward.measurements import Measurement, run_measurement
 from headwise.models.architectures import (
     architecture_of,

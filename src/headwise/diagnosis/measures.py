@@ -25,7 +25,7 @@ from headwise.forward.attention import (
     moments,
     sink_share,
 )
-from headwise.forward.layer_by_layer import HookedPass, Visit
+from headwise.forward.hooked_pass import HookedPass, Visit
 from headwise.forward.losses import shifted_targets
 from headwise.forward.max_logit import max_logits
 from headwise.forward.measurements import Measurement, run_measurement
@@ -99,8 +99,6 @@ def measure_heads(
     model: PreTrainedModel,
     batches: Iterable[Batch],
     *,
-    num_texts: int,
-    max_length: int,
     skip_queries: int = 0,
     pooled: bool = False,
     progress: Progress = silent,
@@ -114,8 +112,6 @@ def measure_heads(
     work = heads_measurement(
         model,
         batches,
-        num_texts=num_texts,
-        max_length=max_length,
         skip_queries=skip_queries,
         pooled=pooled,
         visit=visit,
@@ -128,8 +124,6 @@ def heads_measurement(
     model: PreTrainedModel,
     batches: Iterable[Batch],
     *,
-    num_texts: int,
-    max_length: int,
     skip_queries: int = 0,
     pooled: bool = False,
     visit: Visit | None = None,
@@ -137,8 +131,9 @@ def heads_measurement(
 ) -> Measurement[Measured]:
     """The same as a measurement that may share its passes with others."""
     geometry, work = geometry_of(model), list(batches)
-    shape = (num_texts, geometry.num_layers, geometry.num_heads)
-    observer = _Observer(model, work, skip_queries, position_bucket(max_length - 1) + 1, pooled)
+    shape = (sum(len(b.lengths) for b in work), geometry.num_layers, geometry.num_heads)
+    longest = max(b.ids.shape[1] for b in work)
+    observer = _Observer(model, work, skip_queries, position_bucket(longest - 1) + 1, pooled)
     measured = observer.nothing(shape)
     every = [*work, sample] if sample is not None else work
     loss = 0.0

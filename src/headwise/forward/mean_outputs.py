@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headwise.forward.layer_by_layer import HookedPass
+from headwise.forward.hooked_pass import HookedPass
 from headwise.forward.measurements import Measurement, run_measurement
 from headwise.forward.tap import LayerAttention
 from headwise.heads import Head

@@ -1,143 +1,112 @@
-"""Show every layer of every batch to an observer, however the model is run.
+"""Run measurements: several share the forward passes of the batches that they have in common.
 
-Batch by batch, the batches shared out over the processes that work together; or, for a model that
-is streamed from disk, all batches through one layer before the next is read. Several measurements
-then go through the model in one reading: each is a generator that says what it wants to see, is
-shown it, and returns what it made of it. Either way a layer's observations come in the order of the
-batches: sums have the same bits.
+A measurement is a generator that yields one `HookedPass` and, when its batches have been run,
+returns what it made of them. In memory batch follows batch, shared out over the processes that work
+as one; a model on disk takes all batches through one layer before the next is read. Either way a
+layer's observations come in the order of the batches: sums have the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from headwise.forward.layer_by_layer import Finish, HookedPass, Observe, run_layer_by_layer
+from headwise.forward.hooked_pass import HookedPass, SharedBatch, shared_batches
+from headwise.forward.layer_by_layer import run_layer_by_layer
 from headwise.forward.losses import token_losses
-from headwise.forward.partial_run import Hidden
 from headwise.forward.tap import LayerAttention, tapped
 from headwise.models.architectures import backbone_of, device_of, layers_of
 from headwise.models.stored_weights import stored_weights
 from headwise.progress import Progress, silent
 from headwise.ranks import shared_out
 
-Found = TypeVar("Found")
-Made = TypeVar("Made")
-Measurement = Generator[HookedPass[Any], None, Made]  # yields one reading, and returns a result
+Result = TypeVar("Result")
+Measurement = Generator[HookedPass[Any], None, Result]
+# the place of a pass in `SharedBatch.seen_by`, the layer (None: losses), and what it takes
+_Seen = tuple[int, int | None, Any]
 
 
 def run_measurement(
-    model: PreTrainedModel, measuring: Measurement[Made], *, progress: Progress = silent
-) -> Made:
+    model: PreTrainedModel, measurement: Measurement[Result], *, progress: Progress = silent
+) -> Result:
     """The result of one measurement."""
-    made: Made = run_measurements(model, [measuring], progress=progress)[0]
-    return made
+    result: Result = run_measurements(model, [measurement], progress=progress)[0]
+    return result
 
 
 def run_measurements(
     model: PreTrainedModel,
-    measurings: Sequence[Measurement[Any]],
+    measurements: Sequence[Measurement[Any]],
     *,
     title: str = "",
     progress: Progress = silent,
 ) -> list[Any]:
-    """The results of several measurements; a streamed model is read once for all of them."""
-    readings = [next(one) for one in measurings]
-    if stored_weights(model) is not None:
-        run_layer_by_layer(model, readings, title=title, progress=progress)
-    else:
-        for reading in readings:
-            _read_loaded(model, reading, progress)
-    return [_made(one) for one in measurings]
+    """The results of several measurements; a batch that they share runs once."""
+    run_passes(model, [next(one) for one in measurements], title=title, progress=progress)
+    return [_result(one) for one in measurements]
 
 
-def _made(measuring: Measurement[Made]) -> Made:
+def _result(measurement: Measurement[Result]) -> Result:
     try:
-        next(measuring)
+        next(measurement)
     except StopIteration as end:
-        made: Made = end.value
-        return made
-    raise AssertionError("a measurement has one reading")
+        result: Result = end.value
+        return result
+    raise AssertionError("a measurement yields one pass")
 
 
-def observed(
+def run_passes(
     model: PreTrainedModel,
-    ids: Sequence[Tensor],  # each (text, position)
-    observe: Observe[Found] | None,
-    finish: Finish[Found] | None = None,
+    passes: Sequence[HookedPass[Any]],
     *,
     title: str = "",
     progress: Progress = silent,
-) -> Iterator[tuple[int, int | None, Found]]:
-    """(batch, layer, what was observed) for all batches; with `finish` also (batch, None, ...).
-
-    The output head is not run: attention does not need it, and `finish` may.
-    """
-    found: list[tuple[int, int | None, Found]] = []
-
-    def take(number: int, layer: int | None, one: Found) -> None:
-        found.append((number, layer, one))
-
-    reading = HookedPass(ids, take, observe=observe, finish=finish, title=title)
+) -> None:
+    """Run all batches of all passes, each batch once. In memory the output head is not run."""
     if stored_weights(model) is not None:
-        run_layer_by_layer(model, [reading], title=title, progress=progress)
-        yield from found
+        run_layer_by_layer(model, passes, title=title, progress=progress)
         return
-    for _ in _numbers(model, reading, progress):
-        yield from found
-        found.clear()
+    for one in passes:
+        if one.visit is not None:
+            for number in range(len(layers_of(model))):
+                one.visit(number)
+    batches, title = shared_batches(passes), title or passes[0].title
+    if batches:
+        progress(title, 0, len(batches), "")
+    runs = shared_out(lambda at: _run(model, batches[at]), range(len(batches)))
+    for at, seen in runs:
+        for place, layer, value in seen:
+            one, own_number = batches[at].seen_by[place]
+            one.take(own_number, layer, value)
+        progress(title, at + 1, len(batches), "")
 
 
-def _read_loaded(model: PreTrainedModel, reading: HookedPass[Any], progress: Progress) -> None:
-    """Batch after batch through the whole model."""
-    for _ in _numbers(model, reading, progress):
-        pass
-
-
-def _numbers(model: PreTrainedModel, reading: HookedPass[Any], progress: Progress) -> Iterator[int]:
-    """The numbers of the batches, each when all that was found in it has been taken."""
-    if reading.visit is not None:
-        for each in range(len(layers_of(model))):
-            reading.visit(each)
-    count = len(reading.ids)
-    if count:
-        progress(reading.title, 0, count, "")
-    for number, seen in shared_out(lambda number: _run(model, reading, number), range(count)):
-        for layer, value in seen:
-            reading.take(number, layer, value)
-        yield number
-        progress(reading.title, number + 1, count, "")
-
-
-def _run(
-    model: PreTrainedModel, reading: HookedPass[Found], number: int
-) -> list[tuple[int | None, Any]]:
-    """What one batch shows, layer by layer, and after the last one."""
-    found: list[tuple[int | None, Any]] = []
+@torch.inference_mode()
+def _run(model: PreTrainedModel, batch: SharedBatch) -> list[_Seen]:
+    """What the passes see of one batch, layer by layer, and its losses."""
+    seen: list[_Seen] = []
 
     def read(attention: LayerAttention) -> None:
-        if reading.observe is not None:
-            found.append((attention.layer, reading.observe(number, attention)))
+        for place, (one, number) in enumerate(batch.seen_by):
+            if one.observe is not None:
+                seen.append((place, attention.layer, one.observe(number, attention)))
 
-    with torch.inference_mode(), ExitStack() as stack:
-        if reading.listen is not None:
-            stack.enter_context(reading.listen(number, lambda *one: found.append(one)))
-        if reading.observe is not None or reading.listen is None:
-            stack.enter_context(tapped(model, read))
-        inputs = reading.ids[number].to(device_of(model))
+    def emit(place: int, layer: int, value: Any) -> None:
+        seen.append((place, layer, value))
+
+    with ExitStack() as stack:
+        for place, (one, number) in enumerate(batch.seen_by):
+            if one.listen is not None:
+                stack.enter_context(one.listen(number, partial(emit, place)))
+        stack.enter_context(tapped(model, read))
+        inputs = batch.ids.to(device_of(model))
         last = backbone_of(model)(input_ids=inputs, use_cache=False).last_hidden_state
-        if reading.finish is not None:
-            found.append((None, reading.finish(number, last)))
-        if reading.targets[number:] and reading.targets[number] is not None:
-            found.append((None, _losses(model, last, reading.targets[number])))
-    return found
-
-
-def _losses(model: PreTrainedModel, last: Hidden, targets: Tensor | None) -> Tensor:
-    assert targets is not None
-    return token_losses(model, last, targets.to(last.device)).cpu()
+        for place, targets in batch.targets():
+            losses = token_losses(model, last, targets.to(last.device)).cpu()
+            seen.append((place, None, losses))
+    return seen

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from headwise.artefacts import own_folder, sweep, versions, write_text
 from headwise.errors import ArtefactError, SelectionError
 from headwise.forward.guard import guard
-from headwise.forward.layer_by_layer import Emit, HookedPass
+from headwise.forward.hooked_pass import Emit, HookedPass
 from headwise.forward.measurements import Measurement, run_measurement
 from headwise.forward.tap import LayerAttention, tapped
 from headwise.forward.unrotated import before_rotation, require_unrotated

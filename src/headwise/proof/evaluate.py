@@ -23,7 +23,6 @@ from headwise.diagnosis.diagnose import diagnosis_measurement
 from headwise.diagnosis.dormancy import dormancy_measurement
 from headwise.diagnosis.values import Diagnosis, Dormancy
 from headwise.errors import SelectionError, TextError
-from headwise.forward.guard import guard
 from headwise.forward.interventions import ZERO, Variant, mean_output
 from headwise.forward.mean_outputs import means_measurement
 from headwise.forward.measurements import Measurement, run_measurements
@@ -51,12 +50,14 @@ from headwise.proof.first_order import first_order_importance
 from headwise.proof.perplexity import TextLosses, losses_measurement
 from headwise.proof.staged import discoveries, student_p
 from headwise.proof.usefulness import judge_heads
+from headwise.provenance import MeasureSettings
 from headwise.surgery.plan import operated_heads
-from headwise.texts.batches import DEFAULT_MAX_LENGTH, batches, encode_for, token_count
+from headwise.texts.batches import DEFAULT_MAX_LENGTH, batches, encode_for
 from headwise.texts.text_sets import TextSet, default_texts, document_hash, read_texts
 from headwise.texts.unigram import unigram_loss
 
 Means = Float[Tensor, "layer head value"]
+Encoded = Mapping[str, list[int]]  # the tokens of each text
 
 
 _SMALL = 100  # heads; exact ablation of all of them is cheap up to here
@@ -117,22 +118,26 @@ def evaluate(
     is_bloom = base.model_type == "bloom"
     if (text_sets is None and is_bloom) if paper is None else paper:
         sets.append(paper_prompts())
+    encoded = _encoded(loaded, sets, max_length)
     if max_tokens is not None:
-        sets = [_capped(loaded, texts, max_length, max_tokens) for texts in sets]
+        sets = [_capped(texts, encoded, max_tokens) for texts in sets]
     how = _How(loaded.length(max_length), max_texts, batch_size, adaptive, seed, progress)
     wanted = _wanted(loaded, heads, joint, told)
-    budget(loaded.model, _work(loaded, sets, wanted, how, diagnoses=1 + bool(read and not stock)))
+    budget(loaded.model, _work(sets, encoded, wanted, how, diagnoses=1 + bool(read and not stock)))
     unpatched: Mapping[str, TextLosses] = {}
     if read and stock is None:
         unpatched, stock = run_measurements(
             loaded.model,
-            [_losses_measurement(loaded, sets, how), _diagnosis_measurement(loaded, sets, how)],
+            [
+                _losses_measurement(loaded, sets, encoded, how),
+                _diagnosis_measurement(loaded, sets, encoded, how),
+            ],
             title="losses and heads of stock",
             progress=progress,
         )
     before = _Before(base, tuple(told), stock, merge_alarms(loaded.alarms, _leaks(read, sets)))
     with applied(loaded.model, read, force=force):
-        found = _evaluate_as_it_is(loaded, before, sets, wanted, how)
+        found = _evaluate_as_it_is(loaded, before, sets, encoded, wanted, how)
         if tasks:
             from headwise.proof.lm_eval import run_tasks
 
@@ -141,7 +146,8 @@ def evaluate(
     if unpatched:
         found = replace(found, against_stock=_changes(unpatched, found, seed))
     if found.recovery is not None and f"{JOINT}operated" in found.heads.ablation_zero:
-        recovery = _with_rises(loaded, read, found.recovery, _judged(sets, how), how, force)
+        documents = [encoded[text] for text in _judged(sets, how).texts]
+        recovery = _with_rises(loaded, read, found.recovery, documents, how, force)
         found = replace(found, recovery=recovery)
     return found
 
@@ -162,7 +168,7 @@ def _with_rises(
     loaded: LoadedModel,
     patches: Sequence[Patch],
     recovery: Recovery,
-    judged: TextSet,
+    documents: list[list[int]],
     how: _How,
     force: bool,
 ) -> Recovery:
@@ -171,13 +177,12 @@ def _with_rises(
     Both models read every judged document, so that the difference is paired; only heads that pass
     all other tests are asked, so a sham costs one more ablation.
     """
-    encoded = encode_for(loaded, judged.texts, max_length=how.max_length)
     names, every = recovery.candidates, tuple(sorted(map(Head.parse, recovery.heads)))
     variants = [Variant((Head.parse(name),), ZERO) for name in names] + [Variant(every, ZERO)]
 
     def measure() -> VariantLosses:
         title = "treated heads, beside stock"
-        return variant_losses(loaded.model, encoded, variants, title=title, progress=how.progress)
+        return variant_losses(loaded.model, documents, variants, title=title, progress=how.progress)
 
     stock = measure()
     with applied(loaded.model, patches, force=force):
@@ -188,13 +193,18 @@ def _with_rises(
     return recovery.with_rises(known, (*sides, rises[-1]))
 
 
+def _encoded(loaded: LoadedModel, sets: Sequence[TextSet], max_length: int) -> Encoded:
+    """The tokens of every text of all sets; every measurement reads these."""
+    texts = tuple(dict.fromkeys(text for one in sets for text in one.texts))
+    return dict(zip(texts, encode_for(loaded, texts, max_length=max_length), strict=True))
+
+
 def _work(
-    loaded: LoadedModel, sets: Sequence[TextSet], wanted: _Wanted, how: _How, *, diagnoses: int
+    sets: Sequence[TextSet], encoded: Encoded, wanted: _Wanted, how: _How, *, diagnoses: int
 ) -> Work:
     """Losses of all texts; diagnoses, means, activations, the gradient and ablations of some."""
-    judged = _judged(sets, how)
-    tokens = token_count(loaded, judged.texts, how.max_length)
-    every = sum(token_count(loaded, texts.texts, how.max_length) for texts in sets)
+    tokens = sum(len(encoded[text]) for text in _judged(sets, how).texts)
+    every = sum(len(encoded[text]) for texts in sets for text in texts.texts)
     # an ablation re-runs half the layers on average; sets also with means, or heads if not staged
     ablations = (len(wanted.singles) * (1 if how.adaptive else 2) + 2 * len(wanted.joint)) / 2
     return Work(
@@ -205,9 +215,9 @@ def _work(
     )
 
 
-def _capped(loaded: LoadedModel, texts: TextSet, max_length: int, most: int) -> TextSet:
+def _capped(texts: TextSet, encoded: Encoded, most: int) -> TextSet:
     """The first texts of a set with at most so many tokens together, one at least."""
-    lengths = [len(ids) for ids in encode_for(loaded, texts.texts, max_length=max_length)]
+    lengths = [len(encoded[text]) for text in texts.texts]
     count = int((np.cumsum(lengths) <= most).sum())
     return TextSet(texts.name, texts.texts[: max(1, count)])
 
@@ -288,24 +298,24 @@ def _evaluate_as_it_is(
     loaded: LoadedModel,
     before: _Before,
     text_sets: Sequence[TextSet],
+    encoded: Encoded,
     wanted: _Wanted,
     how: _How,
 ) -> Evaluation:
-    encoded = encode_for(loaded, _judged(text_sets, how).texts, max_length=how.max_length)
-    guard(loaded, max(map(len, encoded)))
+    documents = [encoded[text] for text in _judged(text_sets, how).texts]
     losses, diagnosis, means, active = run_measurements(
         loaded.model,
         [
-            _losses_measurement(loaded, text_sets, how),
-            _diagnosis_measurement(loaded, text_sets, how),
-            means_measurement(loaded.model, batches(encoded, how.batch_size)),
-            dormancy_measurement(loaded.model, batches(encoded, how.batch_size)),
+            _losses_measurement(loaded, text_sets, encoded, how),
+            _diagnosis_measurement(loaded, text_sets, encoded, how),
+            means_measurement(loaded.model, batches(documents, how.batch_size)),
+            dormancy_measurement(loaded.model, batches(documents, how.batch_size)),
         ],
         title="losses, heads and neurons",
         progress=how.progress,
     )
     costs = _staged_costs if how.adaptive else _fixed_costs
-    heads = costs(loaded.model, encoded, wanted, means, how)
+    heads = costs(loaded.model, documents, wanted, means, how)
     targets, stock = operated_heads(before.patches), before.stock
     return Evaluation(
         model=before.base,
@@ -328,11 +338,16 @@ def _judged(text_sets: Sequence[TextSet], how: _How) -> TextSet:
 
 
 def _diagnosis_measurement(
-    loaded: LoadedModel, text_sets: Sequence[TextSet], how: _How
+    loaded: LoadedModel, text_sets: Sequence[TextSet], encoded: Encoded, how: _How
 ) -> Measurement[Diagnosis]:
     judged = _judged(text_sets, how)
+    documents = [encoded[text] for text in judged.texts]
     return diagnosis_measurement(
-        loaded, judged, max_length=how.max_length, batch_size=how.batch_size
+        loaded,
+        documents,
+        judged.describe(sum(map(len, documents))),
+        MeasureSettings(how.max_length, 0, loaded.bos),
+        batch_size=how.batch_size,
     )
 
 
@@ -354,12 +369,20 @@ def _dormancy(weights: Dormancy | None, activations: Dormancy | None) -> MlpDorm
 
 
 def _losses_measurement(
-    loaded: LoadedModel, text_sets: Sequence[TextSet], how: _How
+    loaded: LoadedModel, text_sets: Sequence[TextSet], encoded: Encoded, how: _How
 ) -> Measurement[dict[str, TextLosses]]:
-    """Losses of every set; a text that stands in several sets is scored once."""
+    """Losses of every set; a text that stands in several sets is scored once.
+
+    The texts on which heads are judged stand in the batches of the other measurements.
+    """
     every = TextSet("all", tuple(dict.fromkeys(t for texts in text_sets for t in texts.texts)))
     found = yield from losses_measurement(
-        loaded, every, max_length=how.max_length, whole=False, batch_size=how.batch_size
+        loaded,
+        every,
+        [encoded[text] for text in every.texts],
+        max_length=how.max_length,
+        batch_size=how.batch_size,
+        apart=len(dict.fromkeys(_judged(text_sets, how).texts)),
     )
     place = {text: number for number, text in enumerate(every.texts)}
     rows = {texts.name: [place[text] for text in texts.texts] for texts in text_sets}
@@ -368,15 +391,10 @@ def _losses_measurement(
             texts,
             found.sums[rows[texts.name]],
             found.tokens[rows[texts.name]],
-            _unigram(loaded, texts, how),
+            unigram_loss([encoded[text] for text in texts.texts], loaded.num_embeddings),
         )
         for texts in text_sets
     }
-
-
-def _unigram(loaded: LoadedModel, texts: TextSet, how: _How) -> float:
-    encoded = encode_for(loaded, texts.texts, max_length=how.max_length)
-    return unigram_loss(encoded, loaded.num_embeddings)
 
 
 def _fixed_costs(

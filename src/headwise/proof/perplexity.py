@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwise.errors import ModelError
-from headwise.forward.layer_by_layer import HookedPass
+from headwise.forward.hooked_pass import HookedPass
 from headwise.forward.losses import IGNORED, shifted_targets
 from headwise.forward.measurements import Measurement, run_measurement
 from headwise.intervals import Interval, mean_interval
@@ -92,13 +92,10 @@ def text_losses(
     progress: Progress = silent,
 ) -> TextLosses:
     """Losses of every document of a text set, `whole` in windows, or cut at `max_length`."""
+    loaded, max_length = loaded.reading(bos), loaded.length(max_length)
+    encoded = encode_for(loaded, texts.texts, max_length=None if whole else max_length)
     work = losses_measurement(
-        loaded.reading(bos),
-        texts,
-        max_length=max_length,
-        whole=whole,
-        stride=stride,
-        batch_size=batch_size,
+        loaded, texts, encoded, max_length=max_length, stride=stride, batch_size=batch_size
     )
     return run_measurement(loaded.model, work, progress=progress)
 
@@ -106,20 +103,22 @@ def text_losses(
 def losses_measurement(
     loaded: LoadedModel,
     texts: TextSet,
+    encoded: Sequence[Sequence[int]],
     *,
-    max_length: int = DEFAULT_MAX_LENGTH,
-    whole: bool = True,
+    max_length: int,
     stride: int | None = None,
     batch_size: int = 4,
+    apart: int = 0,
 ) -> Measurement[TextLosses]:
-    """The same as a measurement that may share its passes with others."""
-    max_length = loaded.length(max_length)
-    encoded = encode_for(loaded, texts.texts, max_length=None if whole else max_length)
+    """The losses of encoded texts, in windows where they are longer than `max_length`.
+
+    The first texts, as many as `apart` says, stand in batches of their own (see `batches`).
+    """
     prefix = [loaded.tokenizer.bos_token_id] if loaded.bos and loaded.first_token.needed else []
     windows = make_windows(encoded, max_length, stride or max(1, max_length // 2), prefix)
     sums = np.zeros(len(encoded))
     tokens = np.zeros(len(encoded), dtype=np.int64)
-    work = list(batches(windows.encoded, batch_size))
+    work = list(batches(windows.encoded, batch_size, apart=apart))
     wanted = [_targets(batch, windows) for batch in work]
 
     def take(number: int, _: int | None, losses: Float[Tensor, "text position"]) -> None:

@@ -10,8 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headwise.forward.attention import mass_at
-from headwise.forward.losses import shifted_targets, token_losses
-from headwise.forward.measurements import observed
+from headwise.forward.hooked_pass import HookedPass
+from headwise.forward.losses import shifted_targets
+from headwise.forward.measurements import run_passes
 from headwise.forward.tap import LayerAttention
 from headwise.models.architectures import geometry_of
 from headwise.surgery.run_state import MassMap
@@ -27,12 +28,14 @@ def first_token_map(model: PreTrainedModel, corpus: Corpus) -> MassMap:
     sums = torch.zeros(geometry.num_layers, geometry.num_heads, dtype=torch.float64)
     blocks = (corpus.validation or corpus.train)[:_PROBE_BLOCKS]
 
-    def add_up(number: int, attention: LayerAttention) -> Float[Tensor, "head"]:
+    def observe(number: int, attention: LayerAttention) -> Float[Tensor, "head"]:
         return _row_masses(blocks[number].lengths, attention)
 
-    for _, layer, found in observed(model, [block.ids for block in blocks], add_up):
+    def take(_: int, layer: int | None, masses: Tensor) -> None:
         assert layer is not None
-        sums[geometry.layers.index(layer)] += found
+        sums[geometry.layers.index(layer)] += masses
+
+    run_passes(model, [HookedPass([block.ids for block in blocks], take, observe=observe)])
     means: MassMap = (sums / sum(len(block.lengths) for block in blocks)).tolist()
     return means
 
@@ -47,12 +50,11 @@ def _row_masses(lengths: Int[Tensor, "row"], attention: LayerAttention) -> Float
 
 def mean_loss(model: PreTrainedModel, blocks: Sequence[Batch]) -> float:
     """Mean loss in nats over the predicted tokens of blocks."""
+    sums: list[float] = []
 
-    def finish(number: int, hidden: Tensor) -> float:
-        block = blocks[number]
-        targets = shifted_targets(block.ids, block.lengths).to(hidden.device)
-        return float(token_losses(model, hidden, targets).double().sum())
+    def take(_: int, __: int | None, losses: Float[Tensor, "text position"]) -> None:
+        sums.append(float(losses.double().sum()))
 
-    found = observed(model, [block.ids for block in blocks], None, finish)
-    total = sum(loss for _, _, loss in found)
-    return total / max(sum(int((block.lengths - 1).sum()) for block in blocks), 1)
+    targets = [shifted_targets(block.ids, block.lengths) for block in blocks]
+    run_passes(model, [HookedPass([block.ids for block in blocks], take, targets=targets)])
+    return sum(sums) / max(sum(int((block.lengths - 1).sum()) for block in blocks), 1)

@@ -132,16 +132,23 @@ class Batch:
     index: tuple[int, ...]
 
 
-def batches(encoded: Sequence[Sequence[int]], batch_size: int) -> Iterator[Batch]:
-    """Batches of texts of similar length, longest first (so memory peaks at once)."""
-    order = sorted(range(len(encoded)), key=lambda i: (-len(encoded[i]), i))
-    for start in range(0, len(order), batch_size):
-        chosen = order[start : start + batch_size]
-        lengths = torch.tensor([len(encoded[i]) for i in chosen])
-        ids = torch.zeros(len(chosen), int(lengths.max()), dtype=torch.long)
-        for row, i in enumerate(chosen):
-            ids[row, : len(encoded[i])] = torch.tensor(list(encoded[i]))
-        yield Batch(ids, lengths, tuple(chosen))
+def batches(
+    encoded: Sequence[Sequence[int]], batch_size: int, *, apart: int = 0
+) -> Iterator[Batch]:
+    """Batches of texts of similar length, longest first (so memory peaks at once).
+
+    The first texts, as many as `apart` says, have batches of their own: a measurement of those
+    alone makes the same ones, and shares their forward passes.
+    """
+    for numbers in (range(apart), range(apart, len(encoded))):
+        order = sorted(numbers, key=lambda i: (-len(encoded[i]), i))
+        for start in range(0, len(order), batch_size):
+            chosen = order[start : start + batch_size]
+            lengths = torch.tensor([len(encoded[i]) for i in chosen])
+            ids = torch.zeros(len(chosen), int(lengths.max()), dtype=torch.long)
+            for row, i in enumerate(chosen):
+                ids[row, : len(encoded[i])] = torch.tensor(list(encoded[i]))
+            yield Batch(ids, lengths, tuple(chosen))
 
 
 def join_batches(parts: Sequence[Batch]) -> Batch:

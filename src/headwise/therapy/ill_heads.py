@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from headwise.diagnosis.diagnose import tokens_measurement
+from headwise.diagnosis.diagnose import diagnosis_measurement
 from headwise.diagnosis.triage_values import HeadTriage
 from headwise.diagnosis.values import Diagnosis
 from headwise.forward.measurements import run_measurement
@@ -75,7 +75,7 @@ def find_ill_heads(
     ]
     texts = TextInfo(corpus.name, len(rows), corpus.info.sha256, sum(map(len, rows)))
     settings = MeasureSettings(recipe.block, bos=loaded.bos)
-    found = run_measurement(loaded.model, tokens_measurement(loaded, rows, texts, settings))
+    found = run_measurement(loaded.model, diagnosis_measurement(loaded, rows, texts, settings))
     ill = selected_heads(found, symptoms)
     sleepy = selected_heads(found, f"{drowsy} - ({symptoms})")
     asleep, directions = _asleep(loaded, found, corpus, sleepy, progress)
