@@ -631,6 +631,29 @@ def test_shipped_configs_load():
     assert loaded["smollm2-135m"].num_k_heads == 3
 
 
+def test_a_bundled_configuration_is_found_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_settings("smollm2-135m").num_k_heads == 3
+    with pytest.raises(SettingsError, match=r"no bundled configuration[\s\S]*smollm2-135m"):
+        load_settings("smollm3")
+
+
+def test_csv_settings_take_a_path_below_out_and_no_other(tmp_path, small):
+    measure_plasticity(small, out=tmp_path / "out", component_csv="tables/deep/weights.csv")
+    assert (tmp_path / "out" / "tables" / "deep" / "weights.csv").exists()
+    for wrong in ("../weights.csv", "/tmp/weights.csv", "a/../../b.csv", "", "a\x1b.csv"):
+        with pytest.raises(SettingsError, match="below --out"):
+            measure_plasticity(small, out=tmp_path / "out", component_csv=wrong)
+
+
+def test_all_pairs_that_were_sampled_are_told(tmp_path, small):
+    whole = measure_plasticity(small, out=tmp_path / "1")
+    assert "is a sample" not in whole.caps
+    cut = measure_plasticity(small, out=tmp_path / "2", max_pairs=5)
+    assert "--pairs all is a sample in" in cut.caps
+    assert "is a sample" not in measure_plasticity(small, out=tmp_path / "3", pairs=5).caps
+
+
 # Figures
 
 

@@ -199,7 +199,9 @@ def plasticity(
     folder: Annotated[
         Path | None, typer.Argument(metavar="[DIR]", help="Captured vectors; all is discovered.")
     ] = None,
-    config: Annotated[Path | None, Doc("A YAML file with the settings.")] = None,
+    config: Annotated[
+        Path | None, Doc("Settings: a YAML file or a bundled name such as smollm2-135m.")
+    ] = None,
     resume: Annotated[bool, Doc("Keep finished heads.")] = False,
     figures: Figures = True,
     out: Out = Path("out/plasticity"),
@@ -213,11 +215,12 @@ def plasticity(
     console().print(f"reading {folder or config}", style="dim")
     from headwise.plasticity.figures import plasticity_figures
     from headwise.plasticity.run import measure_plasticity
+    from headwise.plasticity.settings import load_settings
 
     going_on = resumable(f"add --resume to keep the finished heads in {out}")
     with going_on, progress_bars() as progress:
         found = measure_plasticity(
-            folder or config,  # type: ignore[arg-type]
+            load_settings(config) if config else folder,  # type: ignore[arg-type]
             out=out,
             resume=resume,
             progress=progress,

@@ -67,10 +67,16 @@ class Plasticity:
         rows, pairs = settings.max_tokens_per_head, settings.pair_limit
         full = sum(max(head.n_q_tokens, head.n_k_tokens) >= rows for head in self.heads)
         cells = sum(cell.n_pairs >= pairs for head in self.heads for cell in head.cells)
-        return (
+        text = (
             f"at most {rows:,} vectors per head (--max-rows; {full} heads reached it) and "
             f"{pairs:,} pairs per key bucket (--max-pairs; {cells} cells reached it)"
         )
+        if settings.pairs == "all" and cells:
+            text += (
+                f"\n--pairs all is a sample in {cells} cells: {pairs:,} of more pairs were scored; "
+                "raise --max-pairs for all of them"
+            )
+        return text
 
 
 def measure_plasticity(

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt
 from typing_extensions import Doc
 
 from headwise.artefacts import content_hash, is_there, to_json
+from headwise.bundled import DATA
 from headwise.errors import SettingsError
 from headwise.keywords import Backend, Flags, MaxLength, Seed
 from headwise.settings import changed, read_yaml, validated
@@ -22,9 +23,18 @@ from headwise.settings import changed, read_yaml, validated
 SEED_DATASET = "viktoroo/sniffed-qk"
 
 
-FileName = Annotated[str, Field(pattern=r"^[\w-][\w.-]*$", max_length=200)]  # not a path
+CONFIGS = DATA / "plasticity_configs"  # bundled: `--config smollm2-135m`
 
 
+def _below_out(name: str) -> str:
+    """A file below --out: a path may lead into folders there, and not out of them."""
+    parts = PurePath(name).parts
+    if not parts or ".." in parts or PurePath(name).is_absolute() or not name.isprintable():
+        raise ValueError("must be the path of a file below --out, such as tables/heads.csv")
+    return name
+
+
+CsvPath = Annotated[str, Field(max_length=200), AfterValidator(_below_out)]
 Definition = Literal["seed", "full", "empirical", "linear-diagonal"]
 
 
@@ -105,9 +115,9 @@ class PlasticitySettings(BaseModel):
     )
     max_pairs: Annotated[int, Doc("Sample a key bucket with more pairs; 200,000."), Ge(1)] = 200_000
     legacy_columns: Annotated[bool, Doc("The public code's column names.")] = False
-    output_csv: FileName = "head_metrics.csv"
-    bucket_csv: FileName = "head_bucket_plasticity.csv"
-    component_csv: FileName = "head_component_weights.csv"
+    output_csv: CsvPath = "head_metrics.csv"
+    bucket_csv: CsvPath = "head_bucket_plasticity.csv"
+    component_csv: CsvPath = "head_component_weights.csv"
     max_workers: Annotated[PositiveInt | None, Doc("Processes; all cores."), Flags("--workers")] = (
         None
     )
@@ -139,9 +149,27 @@ class PlasticitySettings(BaseModel):
         return changed(self, **given)
 
 
-def load_settings(path: Path) -> PlasticitySettings:
-    """Read a YAML file; a relative local root may be meant from the file's own folder."""
-    path = Path(path)
+def config_file(name: Path | str) -> Path:
+    """A YAML file, or the bundled one of this name."""
+    path = Path(name)
+    bundled = {file.stem: file for file in sorted(CONFIGS.glob("*.yaml"))}
+    if path.suffix in (".yaml", ".yml") or is_there(path):
+        return path
+    if str(name) not in bundled:
+        raise SettingsError(
+            "no such file, and no bundled configuration has this name",
+            where=name,
+            fix=f"pass a YAML file, or one of {', '.join(bundled)}",
+        )
+    return bundled[str(name)]
+
+
+def load_settings(path: Path | str) -> PlasticitySettings:
+    """Read a YAML file or a bundled configuration.
+
+    A relative local root may be meant from the file's own folder.
+    """
+    path = config_file(path)
     settings = validated(PlasticitySettings, read_yaml(path), path)
     root = settings.dataset_local_root
     if root is not None and not is_there(root) and is_there(path.parent / root):
