@@ -107,6 +107,15 @@ def test_a_patch_of_full_rank_says_its_rank_and_is_exported_on_request(model_dir
         export_peft(loaded, Patch({}), tmp_path / "none")
 
 
+def test_an_adapter_that_is_larger_than_its_patch_is_refused(model_dir, tmp_path):
+    """A reinitialised head has the rank of a head: fewer numbers than the matrix, more than it."""
+    loaded = load_model(str(model_dir), bos=False)
+    patch = patch_of(loaded.model, lambda part: torch.randn(part.shape), "o", [Head(0, 1)])
+    with pytest.raises(HeadwiseError, match="not of low rank"):
+        export_peft(loaded, patch, tmp_path / "adapter")
+    export_peft(loaded, patch, tmp_path / "adapter", full_rank=True)
+
+
 def test_rounding_does_not_count_as_rank():
     torch.manual_seed(0)
     weight = torch.randn(24, 192)

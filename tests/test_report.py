@@ -17,10 +17,13 @@ import pytest
 from filmed import film_in
 from headwise.alarms import Alarm
 from headwise.diagnosis.survey import survey as survey_of
+from headwise.drawing import count_axis, draw_masses
 from headwise.errors import ArtefactError, HeadwiseError
 from headwise.intervals import Interval
+from headwise.models.values import model_name
 from headwise.report import write as report
 from headwise.report.effect import Effect
+from headwise.report.figures import panels
 from headwise.report.page import visible
 from headwise.report.payload import page_payload
 from headwise.report.recovered import Recovered
@@ -28,6 +31,7 @@ from headwise.report.source import read_source, stock_of
 from headwise.report.verdict import judge
 from headwise.surgery.values import RunSettings
 from headwise.tables import table as table_of
+from headwise.texts.text_sets import TextSet
 from headwise.therapy.values import Therapy
 from reportstudy import EVIL, build_study, diagnosis_of, stock_mass, triage_of
 
@@ -295,6 +299,32 @@ def test_all_figures_are_drawn_in_three_formats(study, tmp_path):
     }
     assert names == {f"{stem}.{ending}" for stem in stems for ending in ("png", "svg", "pdf")}
     assert page.count("data:image/png;base64,") == 2 * len(stems)  # for light and dark pages
+
+
+def test_a_map_marks_the_sick_heads_and_turns_its_colours_at_the_threshold(tmp_path):
+    found = diagnosis_of(stock_mass())
+    figure, (axes,) = panels(1, 3, 3)
+    image = draw_masses(axes, found.maps["first_token_mass"], found.sick)
+    assert len(axes.collections[0].get_offsets()) == found.counts["sick"]
+    below, above = image.cmap(image.norm(0.49)), image.cmap(image.norm(0.51))
+    assert below[2] > below[0] + 0.1  # bluish
+    assert above[0] > above[2] + 0.1  # orange
+    figure.draw_without_rendering()
+
+
+def test_counts_of_heads_have_whole_numbers_on_their_axis():
+    figure, (axes,) = panels(1, 3, 3)
+    axes.plot([0, 1], [0, 1])
+    count_axis(axes)
+    figure.draw_without_rendering()
+    assert all(tick == int(tick) for tick in axes.get_yticks())
+
+
+def test_values_are_shown_in_a_line_that_a_person_can_read(tmp_path, monkeypatch):
+    assert repr(TextSet("my_texts", ("a",) * 40)) == "TextSet(my_texts, 40 texts)"
+    (tmp_path / "my-model").mkdir()
+    monkeypatch.chdir(tmp_path / "my-model")
+    assert model_name(".") == "my-model"
 
 
 def test_the_published_figures_are_shown_again_from_the_digitised_data(tmp_path):

@@ -12,14 +12,21 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import Normalize, TwoSlopeNorm, to_hex
+from matplotlib.colors import (
+    Colormap,
+    LinearSegmentedColormap,
+    Normalize,
+    TwoSlopeNorm,
+    to_hex,
+)
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.spines import Spine
 from matplotlib.text import Text
+from matplotlib.ticker import MaxNLocator
 
 from headwise.artefacts import write_bytes
 
@@ -42,10 +49,17 @@ STYLE: Any = {  # matplotlib types its keys one by one, 300 of them
 }
 
 
-MASS_COLOURS = "cividis"  # sequential, made for colour-blind readers
+AMOUNT_COLOURS = "cividis"  # sequential, made for colour-blind readers
 
 
 CHANGE_COLOURS = "RdBu_r"  # diverging, safe
+
+
+# first-token mass turns from blue to orange at the threshold: a sequential scale is grey just where
+# the question is. Both halves grow darker away from it; blue and orange are safe.
+MASS_COLOURS = LinearSegmentedColormap.from_list(
+    "mass", [(0, "#08306b"), (0.5, "#d3e4f3"), (0.5, "#fdd9b4"), (1, "#8c2d04")]
+)
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -97,11 +111,35 @@ def titled_axes(figure: Figure, title: str, x: str, y: str) -> Axes:
     return axes
 
 
+def draw_masses(
+    axes: Axes,
+    mass: Float[np.ndarray, "layer head"],
+    sick: Bool[np.ndarray, "layer head"] | None = None,
+    layers: Sequence[int] | None = None,
+    cut: float = 0.5,
+) -> Any:
+    """First-token mass of every head: colours turn at the threshold, sick heads get a dot."""
+    image = draw_map(axes, mass, TwoSlopeNorm(cut, 0.0, 1.0), MASS_COLOURS, layers)
+    mark_heads(axes, mass > cut if sick is None else sick)
+    return image
+
+
+def mark_heads(axes: Axes, marked: Bool[np.ndarray, "layer head"]) -> None:
+    """A dot on some heads of a map."""
+    rows, columns = np.nonzero(marked)
+    axes.scatter(columns, rows, s=7, color="white", edgecolor="black", lw=0.5)
+
+
+def count_axis(axes: Axes) -> None:
+    """Whole numbers on an axis that counts heads."""
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+
+
 def draw_map(
     axes: Axes,
     values: Float[np.ndarray, "layer head"],
     norm: Normalize,
-    colours: str,
+    colours: str | Colormap,
     layers: Sequence[int] | None = None,
 ) -> Any:
     """One layer x head map, layer 0 at the bottom as in the paper."""
@@ -123,30 +161,35 @@ def head_heat_map(
     *,
     limits: tuple[float, float] | None = None,
     diverging: bool = False,
-    marked: Float[np.ndarray, "layer head"] | None = None,
+    marked: Bool[np.ndarray, "layer head"] | None = None,
     layers: Sequence[int] | None = None,
+    turn: float | None = None,
 ) -> Figure:
-    """A layer x head map with its colour bar; `marked` heads get a dot."""
+    """A layer x head map with its colour bar; `marked` heads get a dot.
+
+    `turn`: a share whose colours turn at this threshold, as first-token mass does.
+    """
     num_layers, num_heads = values.shape
     figure = new_figure(max(4.4, 2.2 + 0.24 * num_heads), max(2.8, 1.4 + 0.2 * num_layers))
     axes = titled_axes(figure, title, "head", "layer")
     norm, colours = _norm(values, limits, diverging)
+    if turn is not None:
+        norm, colours = TwoSlopeNorm(turn, 0.0, 1.0), MASS_COLOURS
     image = draw_map(axes, values, norm, colours, layers)
     if marked is not None:
-        rows, columns = np.nonzero(marked)
-        axes.scatter(columns, rows, s=7, color="white", edgecolor="black", lw=0.5)
+        mark_heads(axes, marked)
     figure.colorbar(image, ax=axes, label=label, fraction=0.05, pad=0.02)
     return figure
 
 
 def _norm(
     values: np.ndarray, limits: tuple[float, float] | None, diverging: bool
-) -> tuple[Normalize, str]:
+) -> tuple[Normalize, str | Colormap]:
     if diverging:
         reach = max(float(np.nanmax(np.abs(values))), 1e-6) if limits is None else limits[1]
         return TwoSlopeNorm(0.0, -reach, reach), CHANGE_COLOURS
     low, high = limits or (float(np.nanmin(values)), float(np.nanmax(values)) or 1.0)
-    return Normalize(low, max(high, low + 1e-9)), MASS_COLOURS
+    return Normalize(low, max(high, low + 1e-9)), AMOUNT_COLOURS
 
 
 def save_figures(figures: Mapping[str, Figure], folder: Path) -> list[Path]:

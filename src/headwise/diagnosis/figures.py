@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import matplotlib as mpl
 import numpy as np
-from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 if TYPE_CHECKING:  # the report draws from artefacts and must not load torch
@@ -20,10 +19,10 @@ if TYPE_CHECKING:  # the report draws from artefacts and must not load torch
 from headwise.drawing import (
     BLUE,
     GREY,
-    MASS_COLOURS,
     RED,
     STYLE,
-    draw_map,
+    count_axis,
+    draw_masses,
     head_heat_map,
     new_figure,
     save_figures,
@@ -42,6 +41,7 @@ def mass_histogram(diagnosis: Diagnosis) -> Figure:
     colours = [RED if left >= cut else BLUE for left in edges[:-1]]
     axes.bar(edges[:-1], counts, width=0.02, align="edge", color=colours, edgecolor="white", lw=0.3)
     axes.axvline(cut, color="black", ls="--", lw=1)
+    count_axis(axes)
     counted = diagnosis.counts
     axes.text(cut + 0.01, axes.get_ylim()[1] * 0.94, f"{counted['sick']} sick", color=RED)
     axes.text(
@@ -122,7 +122,7 @@ def survey_panels(survey: Survey) -> Figure:
         axes.set_visible(False)
     for axes, diagnosis, row in zip(grid.flat, survey.diagnoses, survey.rows, strict=False):
         mass, layers = diagnosis.maps["first_token_mass"], diagnosis.model.layers
-        draw_map(axes, mass, Normalize(0, 1), MASS_COLOURS, layers)
+        draw_masses(axes, mass, diagnosis.sick, layers, diagnosis.thresholds.sink)
         axes.set_title(
             f"{row.model}: {row.sick_share:.1%} sick ({row.sick}/{row.total_heads})",
             loc="left",
@@ -139,10 +139,11 @@ def diagnosis_figures(diagnosis: Diagnosis, folder: Path) -> list[Path]:
         "first_token_mass_histogram": mass_histogram(diagnosis),
         "first_token_mass_map": head_heat_map(
             mass,
-            f"{name}\nfirst-token mass",
+            f"{name}\nfirst-token mass; a dot marks a sick head",
             "first-token mass",
-            limits=(0.0, 1.0),
+            marked=diagnosis.sick,
             layers=diagnosis.model.layers,
+            turn=diagnosis.thresholds.sink,
         ),
     }
     if "entropy" in diagnosis.maps:

@@ -87,6 +87,10 @@ class HeadCheck:
     difference: Difference  # tapped against untapped
     tolerance: float
 
+    def __repr__(self) -> str:
+        word = "passed" if self.passed else "FAILED"
+        return f"HeadCheck({word}: {len(self.probes)} slices, logits {self.logit_change:.0e})"
+
     @property
     def logit_change(self) -> float:
         """How far the tap moves the logits, of their size."""

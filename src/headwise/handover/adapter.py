@@ -78,6 +78,14 @@ def export_peft(
         expected = _logits(model)
     found = factors_of(model, patch)
     high = [one for one in found if not one.is_low]
+    rank, sides = max(one.rank for one in found), sum(o.a.shape[1] + o.b.shape[0] for o in found)
+    if not high and rank * sides > patch.num_weights and not full_rank:
+        raise HeadwiseError(
+            f"the patch is not of low rank: an adapter of rank {rank} would have "
+            f"{rank * sides:,} weights, the patch changes {patch.num_weights:,}",
+            where=f"{len(found)} projections",
+            fix="merge it with `headwise apply`, or pass --full-rank for a large adapter",
+        )
     if high and not full_rank:
         raise HeadwiseError(
             f"the patch is not of low rank: {high[0].module} changes with rank {high[0].rank} of "
@@ -86,7 +94,7 @@ def export_peft(
             fix="merge it with `headwise apply`, or pass --full-rank for a large adapter",
         )
     _write(model, found, loaded.id, out, patch.fingerprint())
-    rank, modules = max(one.rank for one in found), tuple(one.module for one in found)
+    modules = tuple(one.module for one in found)
     weights = sum(one.a.numel() + one.b.numel() for one in found)
     difference = (_adapted_logits(model, out) - expected).abs().max()
     return Adapter(out, rank, modules, weights, float(difference))

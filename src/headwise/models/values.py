@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from pydantic import NonNegativeInt
 
@@ -65,6 +66,8 @@ class ModelInfo:
 
 def model_name(identifier: str) -> str:
     """The last part of a hub id or a path; a folder called `hf` is named by its parent."""
+    if identifier.rstrip("/").rpartition("/")[2] in (".", ".."):
+        identifier = str(Path(identifier).resolve())  # a model is called by its directory
     *above, last = identifier.rstrip("/").split("/")
     return above[-1] if last == "hf" and above and above[-1] else last
 

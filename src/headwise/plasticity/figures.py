@@ -20,10 +20,10 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from headwise.drawing import (
+    AMOUNT_COLOURS,
     BLUE,
     CHANGE_COLOURS,
     GREY,
-    MASS_COLOURS,
     RED,
     draw_map,
     new_figure,
@@ -140,7 +140,7 @@ def plot_heads(values: Sequence[Sequence[float | None]], model: str) -> Figure:
     figure = new_figure(2.6 + 0.24 * num_heads, 1.6 + 0.2 * num_layers)
     axes = _panel(figure, (1, 1, 1), f"Attention plasticity: {model}", "head", "layer")
     if grid.size:
-        image = draw_map(axes, grid, Normalize(0, 1), MASS_COLOURS)
+        image = draw_map(axes, grid, Normalize(0, 1), AMOUNT_COLOURS)
         figure.colorbar(image, ax=axes, label="Attention plasticity")
     return figure
 
@@ -171,7 +171,7 @@ def plot_before_and_after(before: Path, after: Path) -> Figure:
     figure = new_figure(3.2 + 0.6 * num_heads, 1.8 + 0.2 * num_layers)
     for place, (name, grid) in enumerate(zip(("before", "after"), grids, strict=True), start=1):
         axes = _panel(figure, (1, 3, place), f"plasticity {name}", "head", "layer")
-        image = draw_map(axes, grid, Normalize(0, 1), MASS_COLOURS)
+        image = draw_map(axes, grid, Normalize(0, 1), AMOUNT_COLOURS)
         figure.colorbar(image, ax=axes)
     change = grids[1] - grids[0]
     seen = np.abs(change[np.isfinite(change)])

@@ -13,13 +13,15 @@ from matplotlib.figure import Figure
 
 from headwise.artefacts import write_bytes
 from headwise.drawing import (
+    AMOUNT_COLOURS,
     BLUE,
     GREY,
-    MASS_COLOURS,
     ORANGE,
     RED,
     STYLE,
+    count_axis,
     draw_map,
+    draw_masses,
     new_figure,
     save_figure,
 )
@@ -67,10 +69,11 @@ def overview(source: Source | None) -> Figure | None:
     figure, grid = panels(len(shown), 2.5, 2.9, columns=len(shown))
     for axes, condition in zip(grid, shown, strict=True):
         mass = condition.maps[MASS]
-        image = draw_map(axes, mass, Normalize(0, 1), MASS_COLOURS)
+        image = draw_masses(axes, mass, condition.sick)
         change = source.against_stock(condition.arm) if condition.run else None
         told = "" if change is None else f"loss {change.value:+.3f}, ".replace("-0.000", "0.000")
-        axes.set_title(f"{condition.arm}\n{told}{int((mass > 0.5).sum())} sick", loc="left")
+        sick = 0 if condition.sick is None else int(condition.sick.sum())
+        axes.set_title(f"{condition.arm}\n{told}{sick} sick", loc="left")
     figure.colorbar(image, ax=grid, label="first-token mass", fraction=0.05)
     return figure
 
@@ -106,6 +109,7 @@ def cascade_counts(source: Source | None) -> Figure | None:
         axes.plot([r[0] for r in rows], [r[2] for r in rows], color=colour, lw=1.4, label=arm)
     axes.set(xlabel="optimizer step", ylabel="heads with |change| > 0.05", ylim=(0, None))
     axes.set_title("untouched heads that moved, by step", loc="left")
+    count_axis(axes)
     axes.legend(frameon=False, fontsize=7)
     return figure
 
@@ -119,7 +123,7 @@ def plasticity_maps(source: Source | None) -> Figure | None:
     figure, grid = panels(len(shown), 4.4, 3.6)
     for axes, (title, values) in zip(grid, shown, strict=True):
         known = np.array([[np.nan if v is None else v for v in row] for row in values], dtype=float)
-        image = draw_map(axes, known, Normalize(0, 1), MASS_COLOURS)
+        image = draw_map(axes, known, Normalize(0, 1), AMOUNT_COLOURS)
         axes.set_title(f"{title}: attention plasticity", loc="left")
     figure.colorbar(image, ax=grid, label="plasticity", fraction=0.03)
     return figure

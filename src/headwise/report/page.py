@@ -117,7 +117,7 @@ def _cards(source: Source) -> list[tuple[str, str, str]]:
         cards.append((f"sick after {main.arm}", told, "by first-token mass alone"))
     found = recovered(source, main.arm)
     if found:
-        note = "not sick, and ablating them costs loss"
+        note = "not sick, and losing them costs more than in stock"
         cards.append(("functionally recovered", str(found), note))
     change = source.against_stock(main.arm)
     if change is not None:

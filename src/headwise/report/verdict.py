@@ -95,11 +95,12 @@ def _basis(source: Source, main: Condition) -> str:
         size += f"Text of {_listed(worse)} is read worse for it. "
     if main.run is None:
         return size.strip()
-    steps, seeds = main.run.recipe.steps, len(source.of_arm(main.arm))
+    passes = [c.run for c in source.runs if (c.arm, c.seed) == (main.arm, main.seed) and c.run]
+    steps, seeds = sum(run.recipe.steps for run in passes), len(source.of_arm(main.arm))
     text = f"After {steps} training steps, {seeds} seed{'s' * (seeds > 1)}"
-    recovery = None if main.evaluation is None else main.evaluation.recovery
-    if recovery and recovery.judged:
-        text += f"; {recovery.functional} of {recovery.judged} judged heads functionally recovered"
+    ours = recovered(source, main.arm)
+    if ours and ours.tested:
+        text += f"; {ours} judged heads functionally recovered"
     several = len({condition.arm for condition in source.runs}) > 1
     return f"{size}{text}." + several * " Other budgets may order the arms otherwise."
 

@@ -27,6 +27,9 @@ class TextSet:
     name: str
     texts: tuple[str, ...] = field(repr=False)
 
+    def __repr__(self) -> str:
+        return f"TextSet({self.name}, {len(self.texts)} texts)"
+
     @property
     def sha256(self) -> str:
         """Hash of the texts in order."""

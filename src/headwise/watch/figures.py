@@ -33,8 +33,9 @@ def film_figures(film: Film, out: Path) -> list[Path]:
             last.maps["first_token_mass"],
             f"first-token mass at step {last.step}",
             "first-token mass",
-            limits=(0, 1),
+            marked=film.diagnosis().sick,
             layers=film.settings.model.layers,
+            turn=film.settings.thresholds.sink,
         ),
     }
     return save_figures(figures, out)

@@ -16,11 +16,15 @@ function number(value, digits) {
   return value.toFixed(digits);
 }
 
-/* colours: cividis for amounts, blue-white-red for changes; both safe for colour-blind readers */
+/* colours: cividis for amounts, blue-white-red for changes, and for first-token mass a scale that
+   turns from blue to orange at the threshold, as in the figures; all safe for colour-blind readers */
 const RAMPS = {
   amount: ["#00224e", "#123570", "#3b496c", "#575d6d", "#707173", "#8a8678", "#a59c74", "#c3b369", "#e1cc55", "#fee838"],
   change: ["#053061", "#2166ac", "#4393c3", "#92c5de", "#d1e5f0", "#f7f7f7", "#fddbc7", "#f4a582", "#d6604d", "#b2182b", "#67001f"],
+  below: ["#08306b", "#d3e4f3"],
+  above: ["#fdd9b4", "#8c2d04"],
 };
+const turns = () => (measure().key === "first_token_mass" ? data.thresholds.sink : null);
 const hex = (text) => [1, 3, 5].map((at) => parseInt(text.slice(at, at + 2), 16));
 const parsed = {};
 for (const [key, ramp] of Object.entries(RAMPS))
@@ -54,6 +58,8 @@ function limits() {
 function shade(value, [low, high]) {
   if (!known(value)) return null;
   if (measure().names) return hex(measure().colours[value]);
+  const cut = turns();
+  if (cut !== null) return value > cut ? colour("above", (value - cut) / (1 - cut)) : colour("below", value / cut);
   return colour(measure().diverging ? "change" : "amount", (value - low) / (high - low));
 }
 
@@ -195,7 +201,9 @@ function hatched() {
 }
 function paintLegend() {
   const [low, high] = limits();
-  const ramp = RAMPS[measure().diverging ? "change" : "amount"];
+  const cut = turns(), at = " " + 100 * cut + "%";
+  const ramp = cut !== null ? [RAMPS.below[0] + " 0%", RAMPS.below[1] + at, RAMPS.above[0] + at, RAMPS.above[1] + " 100%"]
+    : RAMPS[measure().diverging ? "change" : "amount"];
   const key = (text, label, style) => make("span", {}, make("span", { class: "key", style }, text), label);
   const scale = measure().names
     ? measure().names.map((label, i) => key(measure().letters[i], label, "color:#111;background:" + measure().colours[i]))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import Normalize, TwoSlopeNorm
+from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
@@ -21,9 +21,10 @@ from headwise.drawing import (
     BLUE,
     CHANGE_COLOURS,
     GREY,
-    MASS_COLOURS,
     RED,
+    count_axis,
     draw_map,
+    draw_masses,
 )
 from headwise.proof.zones import DRIFT
 from headwise.report.figures import LINES, first_seeds, panels, save_all
@@ -41,6 +42,7 @@ def _histogram(axes: Axes, mass: np.ndarray, cut: float, title: str) -> None:
     axes.axvline(cut, color="black", ls="--", lw=1)
     sick = int((mass > cut).sum())
     axes.set_ylim(0, max(counts) * 1.18)
+    count_axis(axes)
     top = axes.get_ylim()[1] * 0.93
     axes.text(cut + 0.02, top, f"{sick} sick", color=RED)
     axes.text(cut - 0.02, top, f"{mass.size - sick} not", color=BLUE, ha="right")
@@ -68,7 +70,7 @@ def cross_scale_maps(source: Source | None) -> Figure | None:
         shown.insert(0, (source.model_name, source.stock.maps[MASS]))
     figure, grid = panels(len(shown), 4.6, 3.7, columns=2 if len(shown) == 4 else 3)
     for axes, (title, mass) in zip(grid, shown, strict=True):
-        image = draw_map(axes, mass, Normalize(0, 1), MASS_COLOURS)
+        image = draw_masses(axes, mass)
         sick = int((mass > 0.5).sum())
         axes.set_title(f"{title}: {sick / mass.size:.1%} ({sick}/{mass.size})", loc="left")
     figure.colorbar(image, ax=grid, label="first-token mass", fraction=0.03)
