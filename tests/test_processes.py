@@ -130,3 +130,25 @@ def test_a_closed_standard_output_does_not_undo_what_was_done(tmp_path):
     assert "Traceback" not in done.stderr
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "s.yaml").exists()
+
+
+def test_a_name_with_escape_codes_or_markup_is_shown_and_not_obeyed(capsys):
+    from headwise.cli.show import Screen, rich_table
+    from headwise.tables import table
+
+    name = "\x1b[2Jmodel[red]x\x07"
+    assert "\x1b" not in str(HeadwiseError("no such model", where=name))
+    assert "\\x1b[2Jmodel" in str(HeadwiseError("no such model", where=name))
+    screen = Screen(width=80, highlight=False, force_terminal=False)
+    screen.print(f"reading {name}")
+    screen.print(rich_table(table("models", ("model", "heads"), [(name, 3)])))
+    words = capsys.readouterr().out
+    assert "\x1b" not in words
+    assert words.count("\\x1b[2Jmodel[red]x\\x07") == 2
+
+
+def test_a_name_in_a_markdown_table_is_one_cell():
+    from headwise.tables import table
+
+    text = table("t", ("model", "p"), [("a|b\n<img src=x>\x1b", "p < 0.05")]).to_markdown()
+    assert "| a\\|b \\<img src=x>\\x1b | p < 0.05 |" in text

@@ -5,7 +5,18 @@ The command line prints `str(error)` and exits with 1; a library user catches `H
 
 from __future__ import annotations
 
+import re
+
 _LONGEST = 500  # characters of a place: a path may be what somebody pasted
+
+
+# All control characters but the line break and the tab: a terminal would obey an escape sequence.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def visible(text: str) -> str:
+    """Text with its control characters written out: names of files and metadata may hold any."""
+    return _CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 class HeadwiseError(Exception):
@@ -17,7 +28,7 @@ class HeadwiseError(Exception):
             lines.append(f"  where  {str(where)[:_LONGEST]}")
         if fix is not None:
             lines.append("  fix    " + fix.replace("\n", "\n         "))
-        super().__init__("\n".join(lines))
+        super().__init__(visible("\n".join(lines)))
 
 
 class UnknownArchitectureError(HeadwiseError):

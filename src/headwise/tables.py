@@ -10,9 +10,11 @@ from __future__ import annotations
 import csv
 import html
 import io
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from headwise.errors import visible
 from headwise.intervals import Interval
 
 Entry = object  # str, int, float, Interval or None; anything else is printed by str()
@@ -167,7 +169,9 @@ def tables_html(tables: Iterable[Table]) -> str:
 
 
 def _plain(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+    """A cell of Markdown: a model's name makes neither a column nor a tag."""
+    text = visible(text).replace("|", "\\|").replace("\n", " ")
+    return re.sub(r"<(?=[A-Za-z/!?])", r"\\<", text)
 
 
 def _safe(entry: Entry) -> object:

@@ -96,12 +96,11 @@ def load_reader(name: str, reading: ReaderSettings, max_length: int | None = Non
 
 def alarm(alarms: Sequence[Alarm]) -> None:
     """Say what makes the numbers not worth believing, last and in red."""
-    from rich.console import Console
-
+    from headwise.cli.show import Screen
     from headwise.ranks import is_first
 
     silent, log = quiet.get() or not is_first(), not sys.stderr.isatty()
-    screen = Console(stderr=True, quiet=silent, highlight=False, soft_wrap=log)
+    screen = Screen(stderr=True, quiet=silent, highlight=False, soft_wrap=log)
     for one in alarms:
         screen.print(str(one), style="bold red", markup=False)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 from rich.table import Table as RichTable
@@ -12,6 +12,7 @@ from rich.text import Text
 
 from headwise.cli.app import quiet
 from headwise.diagnosis.view import CLASS_COLOURS
+from headwise.errors import visible
 from headwise.tables import Table, table
 
 if TYPE_CHECKING:
@@ -23,9 +24,17 @@ if TYPE_CHECKING:
 CLASS_LETTERS = {"healthy": "·", "low_entropy": "e", "sink": "s", "dead": "D"}
 
 
+class Screen(Console):
+    """A console on which the names of models and files are text: no escape codes, no markup."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """A text as it will be shown."""
+        return super().render_str(visible(text), **{**options, "markup": False})
+
+
 def console() -> Console:
     """Standard output, if not --quiet. Lines break at words on a terminal, in a log not at all."""
-    return Console(quiet=quiet.get(), highlight=False, soft_wrap=not sys.stdout.isatty())
+    return Screen(quiet=quiet.get(), highlight=False, soft_wrap=not sys.stdout.isatty())
 
 
 def head_grid(diagnosis: Diagnosis, name: str = "first_token_mass") -> Text:
