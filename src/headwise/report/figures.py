@@ -108,7 +108,7 @@ def cascade_counts(source: Source | None) -> Figure | None:
     for colour, (arm, rows) in zip(LINES * 3, shown, strict=False):
         axes.plot([r[0] for r in rows], [r[2] for r in rows], color=colour, lw=1.4, label=arm)
     axes.set(xlabel="optimizer step", ylabel="heads with |change| > 0.05", ylim=(0, None))
-    axes.set_title("untouched heads that moved, by step", loc="left")
+    axes.set_title("untouched heads that moved, by step (on validation blocks)", loc="left")
     count_axis(axes)
     axes.legend(frameon=False, fontsize=7)
     return figure

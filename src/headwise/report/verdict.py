@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from headwise.alarms import Alarm
+from headwise.diagnosis.values import Diagnosis
 from headwise.heads import heads_where
 from headwise.intervals import Interval
 from headwise.report.drift import zone_drift
@@ -139,7 +140,7 @@ def _sickness(source: Source) -> Finding | None:
     text = (
         f"{counts['sick']} of {counts['total']} heads ({share:.1%}) give more than "
         f"{cuts.sink:.2f} of their attention to the first token; {counts['dead']} of them more "
-        f"than {cuts.dead:.2f}."
+        f"than {cuts.dead:.2f}{_counted_on(stock.diagnosis)}."
     )
     if counts["sick"]:
         at = stock.diagnosis.threshold_sweep.counts
@@ -151,6 +152,15 @@ def _sickness(source: Source) -> Finding | None:
         if source.triage is None:
             text += " It is a symptom; whether they sleep, idle or work is what triage measures."
     return Finding("Heads that are sick in stock", text)
+
+
+def _counted_on(diagnosis: Diagnosis) -> str:
+    """On which texts a count rests: other texts and lengths give other counts of the same heads."""
+    texts, settings = diagnosis.provenance.texts, diagnosis.provenance.settings
+    if texts is None:
+        return ""
+    length = "" if settings is None else f" of at most {settings.max_length} tokens"
+    return f", counted on {texts.count} texts of {texts.name}{length}"
 
 
 def _triaged(source: Source) -> Finding | None:
@@ -395,7 +405,8 @@ def _side_effects(source: Source, main: Condition) -> Finding | None:
         f"{_count(len(harmed), 'head')} that nobody touched fell ill"
         + (f" ({', '.join(harmed[:6])}{', ...' if len(harmed) > 6 else ''})" if harmed else "")
         + f", {len(healed)} healed untreated. Outside the zone {drift.drifting} of "
-        f"{drift.movable} heads that can move changed by more than 0.05."
+        f"{drift.movable} heads that can move changed by more than 0.05"
+        f"{'' if main.diagnosis is None else _counted_on(main.diagnosis)}."
     )
     return Finding("Side effects", text, "bad" if len(harmed) > len(healed) else "plain")
 
