@@ -100,8 +100,8 @@ def _measured(
 
 def _fixed(heads: tuple[Head, ...], costs: Costs, tokens: Tokens) -> Usefulness:
     """One look at all texts."""
-    from headwise.proof.staged import Looks, Staged
     from headwise.proof.usefulness import Usefulness
+    from headwise.staged import Looks, Staged
 
     last = np.zeros(len(heads), dtype=int)
     return Usefulness(heads, Staged(Looks((len(tokens),)), costs[:, None], tokens, last))
@@ -119,7 +119,7 @@ def _staged(heads: tuple[Head, ...], costs: Costs, tokens: Tokens) -> Usefulness
 
 def _work(found: Usefulness) -> float:
     """Zero ablations, and mean ablations of useful heads on a few texts, of both on all texts."""
-    from headwise.proof.staged import FIRST_LOOK
+    from headwise.staged import FIRST_LOOK
 
     tokens = found.staged.tokens
     means = float(found.useful().mean() * tokens[:FIRST_LOOK].sum() / tokens.sum())
@@ -128,7 +128,7 @@ def _work(found: Usefulness) -> float:
 
 def _false_discoveries(heads: tuple[Head, ...], costs: Costs, tokens: Tokens, draws: int) -> float:
     """Share of draws without any effect in which some head is found useful or harmful."""
-    from headwise.proof.staged import discoveries
+    from headwise.staged import discoveries
 
     centred = costs - np.outer(costs.sum(1) / tokens.sum(), tokens)
     random, one, wrong = np.random.default_rng(0), np.ones(1), 0

@@ -31,9 +31,9 @@ from headwise.models.patch import Patch
 from headwise.models.slices import write_slices
 from headwise.surgery.sink_directions import measure_directions
 from headwise.texts.batches import batches, encode_texts
-from headwise.texts.corpus import triage_texts
 from headwise.texts.text_sets import TextSet
-from headwise.therapy.triage import query_plan, treated_queries
+from headwise.triaging.texts import triage_texts
+from headwise.triaging.triage import query_plan, treated_queries
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,8 +15,6 @@ import numpy as np
 
 from headwise.artefacts import save_artefact, write_text
 from headwise.diagnosis.settings import Thresholds
-from headwise.diagnosis.triage_settings import TriageThresholds
-from headwise.diagnosis.triage_values import HeadTriage, Triage, TriageProvenance
 from headwise.diagnosis.values import Pooled, Profile, SinkRate, diagnosis_from
 from headwise.heads import Head, all_heads
 from headwise.intervals import Interval, mean_interval
@@ -37,6 +35,8 @@ from headwise.provenance import Decisions, MeasureSettings, Provenance, TextInfo
 from headwise.studies.study import Study
 from headwise.studies.summary import summarise_study
 from headwise.surgery.plan import make_plan
+from headwise.triaging.settings import TriageThresholds
+from headwise.triaging.values import HeadTriage, Triage, TriageProvenance
 from headwise.values import from_plain, to_plain
 
 LAYERS, HEADS, DOCUMENTS = 8, 8, 24

@@ -13,13 +13,13 @@ from headwise import cost, evaluate
 from headwise.cli import app
 from headwise.cost import Cost, estimate_cost, require_affordable
 from headwise.errors import ModelError, SettingsError
+from headwise.forward import first_order
 from headwise.heads import Head
 from headwise.integrity import hub
 from headwise.models.architectures import geometry_of
 from headwise.models.loading import load_model
 from headwise.plasticity.writer import vector_bytes
 from headwise.progress import Work
-from headwise.proof import first_order
 from planned import small_texts
 from reader import saved
 from test_story import sick_gpt2, write_texts

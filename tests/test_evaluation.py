@@ -12,6 +12,7 @@ from conftest import SENTENCES, tiny_language_model, tiny_model, tiny_tokenizer
 from headwise.diagnosis.dormancy import activation_dormancy, weight_dormancy
 from headwise.diagnosis.values import Diagnosis
 from headwise.errors import TextError
+from headwise.forward.first_order import first_order_costs, first_order_importance
 from headwise.forward.hooked_pass import HookedPass, shared_batches
 from headwise.forward.interventions import ZERO, Variant, mean_output, patched_queries
 from headwise.forward.mean_outputs import measure_means
@@ -28,7 +29,6 @@ from headwise.models.architectures import (
 from headwise.models.loaded_model import LoadedModel
 from headwise.proof.evaluate import _Wanted, _wanted, evaluate, paper_prompts
 from headwise.proof.evaluation import Evaluation, HeadCost, HeadCosts, recovery_of
-from headwise.proof.first_order import first_order_costs, first_order_importance
 from headwise.proof.perplexity import make_windows, paired_difference, text_losses
 from headwise.surgery.operation import operate
 from headwise.surgery.plan import operated_heads

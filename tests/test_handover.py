@@ -351,7 +351,7 @@ def test_transformer_lens_reads_a_merged_directory(tokenizer, tmp_path):
     "place",
     [
         "diagnosis.values.Diagnosis",
-        "diagnosis.triage_values.Triage",
+        "triaging.values.Triage",
         "diagnosis.survey.Survey",
         "surgery.plan.SurgeryPlan",
         "therapy.repair.RepairRun",

@@ -15,7 +15,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "headwise"
 # A package imports only what stands above it; the loose modules of the top are the ground floor.
 ORDER = """
     errors keywords ranks bundled integrity artefacts values alarms provenance settings
-    heads intervals frames tables progress workers drawing
+    heads intervals staged frames tables progress workers drawing
     models
     texts
     forward
@@ -23,6 +23,7 @@ ORDER = """
     diagnosis
     watch
     surgery
+    triaging
     plasticity
     proof
     therapy

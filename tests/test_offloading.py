@@ -10,7 +10,6 @@ import torch
 from conftest import tiny_language_model, tiny_tokenizer
 from headwise.diagnosis.diagnose import diagnose
 from headwise.diagnosis.settings import Thresholds
-from headwise.diagnosis.triage_settings import TriageSettings
 from headwise.errors import ModelError
 from headwise.forward.separability import check
 from headwise.heads import Head
@@ -27,7 +26,8 @@ from headwise.proof.settings import Sampling
 from headwise.surgery.plan import make_plan
 from headwise.texts.text_sets import TextSet
 from headwise.therapy.repair import repair
-from headwise.therapy.triage import triage
+from headwise.triaging.settings import TriageSettings
+from headwise.triaging.triage import triage
 from planned import TINY_RECIPE, small_texts
 
 CLOSE = 1e-6

@@ -15,6 +15,7 @@ from conftest import SENTENCES, TINY, tiny_language_model, tiny_model, tiny_toke
 from headwise.diagnosis.diagnose import diagnose
 from headwise.errors import ModelError
 from headwise.forward.checkpointing import checkpointed
+from headwise.forward.first_order import first_order_importance
 from headwise.forward.frozen import frozen
 from headwise.forward.gelu import fused_gelu
 from headwise.forward.losses import shifted_targets, summed_loss
@@ -32,7 +33,6 @@ from headwise.models.patch import Slice
 from headwise.models.slices import read_slices, spans_of
 from headwise.proof.completed_texts import Prompt
 from headwise.proof.completions import complete_prompts
-from headwise.proof.first_order import first_order_importance
 from headwise.proof.settings import Sampling
 from headwise.surgery.run_state import TrainStep
 from headwise.surgery.slice_training import make_masters, training_slices

@@ -8,7 +8,8 @@ import pytest
 from conftest import tiny_model
 from headwise.forward.mean_outputs import measure_means
 from headwise.heads import Head, all_heads
-from headwise.proof.staged import (
+from headwise.proof.usefulness import Usefulness, judge_heads
+from headwise.staged import (
     ERROR,
     Looks,
     Staged,
@@ -19,7 +20,6 @@ from headwise.proof.staged import (
     student_interval,
     student_p,
 )
-from headwise.proof.usefulness import Usefulness, judge_heads
 from headwise.texts.batches import batches
 from planned import ablate_sets
 

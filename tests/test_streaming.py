@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 
 from conftest import tiny_language_model, tiny_tokenizer
 from headwise.diagnosis.diagnose import diagnose
-from headwise.diagnosis.triage_settings import TriageSettings
 from headwise.errors import ModelError, UnknownArchitectureError
 from headwise.forward import layer_by_layer
 from headwise.forward.interventions import UNSINK, ZERO, Variant
@@ -34,7 +33,8 @@ from headwise.plasticity.settings import CaptureSettings
 from headwise.proof.evaluate import evaluate
 from headwise.proof.perplexity import text_losses
 from headwise.texts.text_sets import TextSet
-from headwise.therapy.triage import triage
+from headwise.triaging.settings import TriageSettings
+from headwise.triaging.triage import triage
 from planned import random_ids, small_texts
 
 CLOSE = 1e-6

@@ -16,10 +16,11 @@ from headwise.cli import show
 from headwise.cli.options import wrote
 from headwise.cli.repair import repaired
 from headwise.cli.show import console, grid_of, head_grid, rich_table
-from headwise.diagnosis.view import diagnosis_table, triage_table
+from headwise.diagnosis.view import diagnosis_table
 from headwise.intervals import Interval
 from headwise.surgery.plan import make_plan
 from headwise.tables import table
+from headwise.triaging.view import triage_table
 from reportstudy import diagnosis_of, stock_mass
 
 

@@ -14,14 +14,6 @@ from eager import head_values, watched
 from headwise.cli import app
 from headwise.diagnosis.diagnose import diagnose
 from headwise.diagnosis.settings import Thresholds
-from headwise.diagnosis.triage_settings import TriageSettings, TriageThresholds
-from headwise.diagnosis.triage_values import (
-    TRIAGE_CLASSES,
-    HeadTriage,
-    Triage,
-    is_decided,
-    triage_class,
-)
 from headwise.diagnosis.values import diagnosis_from
 from headwise.errors import ArtefactError, HeadwiseError, SettingsError, TextError
 from headwise.forward.interventions import (
@@ -43,9 +35,18 @@ from headwise.surgery.plan import make_plan
 from headwise.surgery.sink_directions import measure_directions
 from headwise.surgery.treatments import Dose, treat
 from headwise.texts.batches import batches
-from headwise.texts.corpus import in_validation, triage_texts
+from headwise.texts.corpus import in_validation
 from headwise.texts.text_sets import TextSet, default_corpus, default_texts
-from headwise.therapy.triage import triage
+from headwise.triaging.settings import TriageSettings, TriageThresholds
+from headwise.triaging.texts import triage_texts
+from headwise.triaging.triage import triage
+from headwise.triaging.values import (
+    TRIAGE_CLASSES,
+    HeadTriage,
+    Triage,
+    is_decided,
+    triage_class,
+)
 
 # a family of each way to know positions, with grouped keys and with norms of queries and keys
 FAMILIES = ("bloom", "llama", "gpt2", "qwen3", "falcon-mqa", "gemma2", "mpt-clip", "gptj")

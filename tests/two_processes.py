@@ -9,7 +9,6 @@ import torch
 
 from headwise.diagnosis.diagnose import diagnose
 from headwise.diagnosis.settings import Thresholds
-from headwise.diagnosis.triage_settings import TriageSettings
 from headwise.heads import Head
 from headwise.models.loading import load_model
 from headwise.plasticity.capture import capture
@@ -18,7 +17,8 @@ from headwise.ranks import process_group
 from headwise.surgery.plan import make_plan
 from headwise.texts.text_sets import TextSet
 from headwise.therapy.repair import repair
-from headwise.therapy.triage import triage
+from headwise.triaging.settings import TriageSettings
+from headwise.triaging.triage import triage
 from planned import TINY_RECIPE, small_texts
 
 TEXTS = TextSet("shared", small_texts(21).texts)

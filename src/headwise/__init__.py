@@ -19,7 +19,7 @@ _PUBLIC = {
     "check": "forward.separability",
     "diagnose": "diagnosis.diagnose",
     "survey": "diagnosis.survey",
-    "triage": "therapy.triage",
+    "triage": "triaging.triage",
     "make_plan": "surgery.plan",
     "recipe_named": "surgery.recipe",
     "repair": "therapy.repair",
@@ -38,8 +38,8 @@ _PUBLIC = {
     "LoadedModel": "models.loaded_model",
     "TextSet": "texts.text_sets",
     "Diagnosis": "diagnosis.values",
-    "Triage": "diagnosis.triage_values",
-    "TriageSettings": "diagnosis.triage_settings",
+    "Triage": "triaging.values",
+    "TriageSettings": "triaging.settings",
     "SurgeryPlan": "surgery.plan",
     "Recipe": "surgery.recipe",
     "Patch": "models.patch",
@@ -53,8 +53,6 @@ __all__ = list(_PUBLIC)
 if TYPE_CHECKING:  # the same names, for editors and type checkers
     from headwise.diagnosis.diagnose import diagnose as diagnose
     from headwise.diagnosis.survey import survey as survey
-    from headwise.diagnosis.triage_settings import TriageSettings as TriageSettings
-    from headwise.diagnosis.triage_values import Triage as Triage
     from headwise.diagnosis.values import Diagnosis as Diagnosis
     from headwise.errors import HeadwiseError as HeadwiseError
     from headwise.forward.separability import check as check
@@ -76,7 +74,9 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from headwise.surgery.recipe import Recipe as Recipe, recipe_named as recipe_named
     from headwise.texts.text_sets import TextSet as TextSet, read_texts as read_texts
     from headwise.therapy.repair import repair as repair
-    from headwise.therapy.triage import triage as triage
+    from headwise.triaging.settings import TriageSettings as TriageSettings
+    from headwise.triaging.triage import triage as triage
+    from headwise.triaging.values import Triage as Triage
     from headwise.watch.checkpoints import watch_checkpoints as watch_checkpoints
     from headwise.watch.head_watch import HeadWatch as HeadWatch
 else:  # a type checker that saw this would take any name for a public one

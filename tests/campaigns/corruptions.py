@@ -19,7 +19,6 @@ import torch
 from campaigns import desk
 from campaigns.tally import Tally
 from headwise.artefacts import load_artefact, to_json
-from headwise.diagnosis.triage_values import Triage
 from headwise.diagnosis.values import Diagnosis
 from headwise.errors import HeadwiseError
 from headwise.integrity.checksums import file_checksum
@@ -40,6 +39,7 @@ from headwise.studies.summary import StudySummary
 from headwise.surgery.run_state import read_maps, read_trace
 from headwise.surgery.values import RunSettings
 from headwise.therapy.values import Therapy
+from headwise.triaging.values import Triage
 from headwise.values import to_plain
 from headwise.watch.film import Film
 

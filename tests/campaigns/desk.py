@@ -10,7 +10,6 @@ import torch
 from conftest import tiny_language_model, tiny_tokenizer
 from headwise.diagnosis.diagnose import diagnose
 from headwise.diagnosis.survey import survey
-from headwise.diagnosis.triage_settings import TriageSettings
 from headwise.models.loaded_model import LoadedModel
 from headwise.plasticity.capture import capture
 from headwise.plasticity.run import measure_plasticity
@@ -24,7 +23,8 @@ from headwise.studies.run import run_study
 from headwise.studies.study import Study
 from headwise.texts.text_sets import TextSet
 from headwise.therapy.repair import repair
-from headwise.therapy.triage import triage
+from headwise.triaging.settings import TriageSettings
+from headwise.triaging.triage import triage
 from headwise.watch.checkpoints import watch_checkpoints
 from planned import TINY_RECIPE, plan_for, random_batch, small_texts
 

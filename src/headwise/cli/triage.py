@@ -10,14 +10,14 @@ from typing_extensions import Doc
 from headwise.cli.app import resumable
 from headwise.cli.options import Model, Out, Yes, announce, load_reader, minding, wrote
 from headwise.cli.verbs import verb
-from headwise.diagnosis.triage_settings import TriageSettings
 from headwise.models.settings import ReaderSettings
 from headwise.texts.settings import TextSettings
+from headwise.triaging.settings import TriageSettings
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from headwise.diagnosis.triage_values import Triage
+    from headwise.triaging.values import Triage
 
 
 @verb(
@@ -39,9 +39,9 @@ def triage(
     announce(model)
     from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import console, print_tables
-    from headwise.diagnosis.view import triage_table
     from headwise.proof.compare import read_snapshot
-    from headwise.therapy.triage import triage as run
+    from headwise.triaging.triage import triage as run
+    from headwise.triaging.view import triage_table
 
     given, read = texts.read(), read_snapshot(diagnosis).diagnosis
     loaded = load_reader(model, reading, settings.max_length)
@@ -64,7 +64,7 @@ def triage(
 def triage_grid(found: Triage) -> Text:
     """Layer 0 at the bottom: the letter of the class, a dot where nothing was asked."""
     from headwise.cli.show import grid_of
-    from headwise.diagnosis.view import TRIAGE_LETTERS
+    from headwise.triaging.view import TRIAGE_LETTERS
 
     labels = {name: judged.class_ for name, judged in found.heads.items()}
     cells = [

@@ -13,9 +13,7 @@ from headwise.tables import Table, table
 
 if TYPE_CHECKING:
     from headwise.diagnosis.survey import Survey
-    from headwise.diagnosis.triage_values import Triage
     from headwise.diagnosis.values import Diagnosis
-    from headwise.intervals import Interval
 
 
 # Okabe-Ito: told apart by colour-blind readers
@@ -24,17 +22,6 @@ CLASS_COLOURS = {
     "low_entropy": "#F0E442",
     "sink": "#E69F00",
     "dead": "#D55E00",
-}
-
-
-# triage classes: letter and colour
-TRIAGE_LETTERS = {
-    "asleep": ("Z", "#b39ddb"),
-    "parked": ("P", "#90caf9"),
-    "working": ("W", "#a5d6a7"),
-    "empty": ("0", "#ffcc80"),
-    "constant": ("c", "#ffe082"),
-    "undecided": ("?", "#e0e0e0"),
 }
 
 
@@ -85,33 +72,6 @@ def diagnosis_table(diagnosis: Diagnosis) -> Table:
     if diagnosis.mlp_dormancy:
         rows.append(("dormant MLP neurons", f"{diagnosis.mlp_dormancy.share:.2%}"))
     return table(diagnosis.model.short_name, ("heads", "count"), rows)
-
-
-def triage_table(found: Triage) -> Table:
-    """The costs of every judged head in 80 columns: marks instead of intervals."""
-    columns = ("head", "class", "zero", "mean", "unsink", "release", "by", "texts")
-    rows = [
-        (
-            name,
-            head.class_,
-            *(_marked(cost) for cost in (head.zero, head.mean, head.unsink, head.release)),
-            head.release_kind,
-            head.documents,
-        )
-        for name, head in found.heads.items()
-    ]
-    title = f"{found.model.short_name}: change of loss, nats per token"
-    return table(
-        f"{title}\n(* the 95% interval leaves out 0; intervals: triage.json)", columns, rows
-    )
-
-
-def _marked(cost: Interval | None) -> str:
-    """Seven characters and a mark where the interval is on one side of 0."""
-    if cost is None:
-        return ""
-    digits = 4 if abs(cost.value) < 10 else 2
-    return f"{cost.value:+.{digits}f}" + "*" * (cost.low > 0 or cost.high < 0)
 
 
 def survey_table(found: Survey) -> Table:

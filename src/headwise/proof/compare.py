@@ -15,7 +15,6 @@ import numpy as np
 
 from headwise.alarms import Alarm, cure_alarms, merge_alarms
 from headwise.artefacts import content_hash, read_json, versions
-from headwise.diagnosis.triage_values import Triage
 from headwise.diagnosis.values import Diagnosis
 from headwise.errors import ArtefactError
 from headwise.intervals import Interval, mean_interval
@@ -40,6 +39,7 @@ from headwise.proof.zones import Map, Zones, drift_by_zone, transitions, zones_o
 from headwise.provenance import STOCK, Origin, require_same_origin
 from headwise.surgery.plan import SurgeryPlan, join_plans, plans_of
 from headwise.surgery.values import RunSettings
+from headwise.triaging.values import Triage
 from headwise.values import to_plain
 
 _IDENTITY = ("model_type", "num_layers", "num_heads", "num_kv_heads", "head_dim")

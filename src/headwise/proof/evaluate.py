@@ -23,6 +23,7 @@ from headwise.diagnosis.diagnose import diagnosis_measurement
 from headwise.diagnosis.dormancy import dormancy_measurement
 from headwise.diagnosis.values import Diagnosis, Dormancy
 from headwise.errors import SelectionError, TextError
+from headwise.forward.first_order import first_order_importance
 from headwise.forward.interventions import ZERO, Variant, mean_output
 from headwise.forward.mean_outputs import means_measurement
 from headwise.forward.measurements import Measurement, run_measurements
@@ -46,11 +47,10 @@ from headwise.proof.evaluation import (
     Recovery,
     recovery_of,
 )
-from headwise.proof.first_order import first_order_importance
 from headwise.proof.perplexity import TextLosses, losses_measurement
-from headwise.proof.staged import discoveries, student_p
 from headwise.proof.usefulness import judge_heads
 from headwise.provenance import MeasureSettings
+from headwise.staged import discoveries, student_p
 from headwise.surgery.plan import operated_heads
 from headwise.texts.batches import DEFAULT_MAX_LENGTH, batches, encode_for
 from headwise.texts.text_sets import TextSet, default_texts, document_hash, read_texts

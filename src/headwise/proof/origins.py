@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from headwise.diagnosis.triage_values import Triage
 from headwise.diagnosis.values import Diagnosis
 from headwise.models.values import PatchInfo
 from headwise.proof.comparison import Comparison
@@ -13,6 +12,7 @@ from headwise.proof.evaluation import Evaluation
 from headwise.provenance import STOCK, Origin
 from headwise.surgery.plan import SurgeryPlan
 from headwise.surgery.values import RunSettings
+from headwise.triaging.values import Triage
 
 Artefact = RunSettings | Evaluation | Comparison | Diagnosis | Triage | SurgeryPlan | Completions
 

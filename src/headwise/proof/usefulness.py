@@ -23,7 +23,8 @@ from headwise.heads import Head
 from headwise.intervals import Interval
 from headwise.progress import Progress, silent
 from headwise.proof.evaluation import HeadCost
-from headwise.proof.staged import (
+from headwise.provenance import Decisions
+from headwise.staged import (
     ERROR,
     FIRST_LOOK,
     HOPE,
@@ -36,7 +37,6 @@ from headwise.proof.staged import (
     looks_at,
     student_interval,
 )
-from headwise.provenance import Decisions
 
 NEGLIGIBLE = 0.001  # nats per token; a head that costs less for sure is not useful
 

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from headwise.diagnosis.triage_values import TRIAGE_CLASSES
 from headwise.diagnosis.values import CLASSES, Diagnosis
-from headwise.diagnosis.view import TRIAGE_LETTERS
 from headwise.proof.zones import Map
 from headwise.report.source import MASS, Condition, Source
 from headwise.report.verdict import main_run
 from headwise.tables import Table
+from headwise.triaging.values import TRIAGE_CLASSES
+from headwise.triaging.view import TRIAGE_LETTERS
 from headwise.values import to_plain
 
 MAX_STEPS = 60

@@ -16,7 +16,6 @@ from typing import TypeVar
 
 from headwise.alarms import Alarm, merge_alarms
 from headwise.artefacts import parse_json
-from headwise.diagnosis.triage_values import Triage
 from headwise.diagnosis.values import Diagnosis, diagnosis_from
 from headwise.errors import ArtefactError
 from headwise.integrity.checksums import require_run
@@ -37,6 +36,7 @@ from headwise.surgery.plan import join_plans, plans_of
 from headwise.surgery.run_state import RUN, TraceRow, TrainStep, Validation, read_trace
 from headwise.surgery.values import PATCH, RunSettings
 from headwise.therapy.values import THERAPY, Therapy
+from headwise.triaging.values import Triage
 from headwise.watch.film import FILM, Film
 
 MASS, TRIAGE = "first_token_mass", "triage.json"

@@ -18,7 +18,6 @@ from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, model_serializer, model_validator
 
 from headwise.artefacts import write_text
-from headwise.diagnosis.triage_values import Triage
 from headwise.diagnosis.values import Diagnosis
 from headwise.errors import ArtefactError, SelectionError
 from headwise.frames import frame
@@ -32,6 +31,8 @@ from headwise.values import MOST_HEADS, Count, Empty
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from headwise.triaging.values import Triage
 
 PLAN_SCHEMA = "headwise.plan/1"
 
@@ -247,7 +248,7 @@ def make_plan(
 
     `measures` are maps that the selection may name besides those of the diagnosis.
     """
-    diagnosis = source.diagnosis if isinstance(source, Triage) else source
+    diagnosis = source if isinstance(source, Diagnosis) else source.diagnosis
     if heads and preset and preset != "pass2":
         raise SelectionError("both heads and a preset are given", fix="choose one of them")
     selection = heads or preset_selection(diagnosis, preset, column)

@@ -19,7 +19,7 @@ from headwise.errors import TextError
 from headwise.models.first_token import FirstToken
 from headwise.texts.batches import Batch, batches, token_ids
 from headwise.texts.corpus_info import CorpusInfo
-from headwise.texts.text_sets import TextSet, bundled_texts, default_corpus, document_hash
+from headwise.texts.text_sets import TextSet, document_hash
 
 VALIDATION_SHARE = 0.05
 
@@ -42,17 +42,6 @@ def in_validation(text: str, share: float = VALIDATION_SHARE) -> bool:
     """Whether a document belongs to validation: decided by its content hash."""
     digest = hashlib.sha256(text.encode()).digest()
     return int.from_bytes(digest[:8], "little") % _BUCKETS < share * _BUCKETS
-
-
-def triage_texts(model_name: str) -> TextSet:
-    """Text that is neither trained nor evaluated on: the patient's own validation documents.
-
-    Other models have no corpus here; for them it is the bundled set.
-    """
-    if model_name != "patient":
-        return bundled_texts()
-    texts = tuple(text for text in default_corpus(model_name).texts if in_validation(text))
-    return TextSet("patient-validation", texts)
 
 
 def build_corpus(

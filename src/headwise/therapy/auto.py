@@ -12,8 +12,6 @@ from collections.abc import Mapping
 
 from transformers import PreTrainedModel
 
-from headwise.diagnosis.triage_settings import TriageThresholds
-from headwise.diagnosis.triage_values import HeadTriage, TriageClass
 from headwise.heads import Head, format_heads
 from headwise.progress import Progress, silent, stage
 from headwise.settings import changed
@@ -23,8 +21,10 @@ from headwise.surgery.treatments import Dose, Prescription, with_prescription
 from headwise.texts.corpus import Corpus
 from headwise.therapy.dose import DOSE_BLOCKS, TRIALS, choose_doses
 from headwise.therapy.ill_heads import IllHeads, training_documents
-from headwise.therapy.triage import INTERVENTIONS, most_promising, triage_heads
 from headwise.therapy.values import Therapy
+from headwise.triaging.settings import TriageThresholds
+from headwise.triaging.triage import INTERVENTIONS, most_promising, triage_heads
+from headwise.triaging.values import HeadTriage, TriageClass
 
 FEWEST_TEXTS, MOST_TEXTS = 12, 32  # training documents of a triage: more where heads are few
 # Heads that are triaged at most. On the patients and MiniMind2 every head that gains over 0.005 by

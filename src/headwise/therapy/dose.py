@@ -21,7 +21,6 @@ import torch
 from jaxtyping import Float
 from transformers import PreTrainedModel
 
-from headwise.diagnosis.triage_settings import TriageThresholds
 from headwise.forward.tap import tapped
 from headwise.forward.variant_losses import BasePass, base_pass, losses_from
 from headwise.heads import Head
@@ -34,6 +33,7 @@ from headwise.surgery.treatments import Dose, Prescription, treated_slices, trea
 from headwise.texts.batches import Batch, join_batches
 from headwise.texts.corpus import spread_blocks
 from headwise.therapy.values import Tried
+from headwise.triaging.settings import TriageThresholds
 
 SEARCHED = ("release", "centre")
 REGROWN = ("release+regrow", "centre+regrow")  # searched too where values or outputs decayed

@@ -12,26 +12,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headwise.diagnosis.diagnose import diagnosis_measurement
-from headwise.diagnosis.triage_values import HeadTriage
 from headwise.diagnosis.values import Diagnosis
 from headwise.forward.measurements import run_measurement
 from headwise.heads import Head, format_heads
 from headwise.models.loaded_model import LoadedModel
 from headwise.progress import Progress, silent, stage
-from headwise.proof.staged import document_order
 from headwise.provenance import MeasureSettings, TextInfo
 from headwise.settings import changed
+from headwise.staged import document_order
 from headwise.surgery.plan import SurgeryPlan, make_plan
 from headwise.surgery.recipe import Recipe
 from headwise.surgery.sink_directions import LayerDirections, measure_directions
 from headwise.texts.corpus import Corpus, spread_blocks
-from headwise.therapy.triage import (
+from headwise.triaging.triage import (
     INTERVENTIONS,
     gaining_heads,
     query_plan,
     selected_heads,
     triage_heads,
 )
+from headwise.triaging.values import HeadTriage
 
 SYMPTOMS = "sick, output_norm_ratio < 0.05"  # the least of the healthy heads that were seen: 0.48
 DROWSY = "first_token_mass > 0.3"  # where Gu et al. (2410.10781) begin to speak of a sink

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwise.artefacts import load_artefact, save_artefact
-from headwise.diagnosis.triage_values import TRIAGE_CLASSES
 from headwise.frames import frame
 from headwise.intervals import Interval
 from headwise.surgery.plan import SurgeryPlan
+from headwise.triaging.values import TRIAGE_CLASSES
 from headwise.values import from_plain, plain_fields, to_plain
 
 if TYPE_CHECKING:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from headwise.artefacts import load_artefact, save_artefact
-from headwise.diagnosis.triage_settings import TriageThresholds
 from headwise.diagnosis.values import Diagnosis
 from headwise.frames import frame, interval_columns
 from headwise.heads import Head
@@ -25,6 +24,7 @@ from headwise.intervals import Interval
 from headwise.models.values import ModelInfo
 from headwise.provenance import Decisions, TextInfo
 from headwise.tables import Table, table, tables_html
+from headwise.triaging.settings import TriageThresholds
 from headwise.values import Finite, from_plain, plain_fields, to_plain
 
 if TYPE_CHECKING:

@@ -15,16 +15,9 @@ from jaxtyping import Bool, Float
 from transformers import PreTrainedModel
 
 from headwise.artefacts import versions
-from headwise.diagnosis.triage_settings import TriageSettings, TriageThresholds
-from headwise.diagnosis.triage_values import (
-    HeadTriage,
-    Triage,
-    TriageProvenance,
-    is_decided,
-    triage_class,
-)
 from headwise.diagnosis.values import Diagnosis
 from headwise.errors import ArtefactError, TextError
+from headwise.forward.first_order import first_order_costs
 from headwise.forward.guard import guard
 from headwise.forward.interventions import UNSINK, ZERO, Intervention, mean_output, patched_queries
 from headwise.forward.mean_outputs import measure_means
@@ -35,8 +28,9 @@ from headwise.models.description import weight_fingerprint
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.patch import Patch
 from headwise.progress import Budget, Progress, Work, silent, unlimited
-from headwise.proof.first_order import first_order_costs
-from headwise.proof.staged import (
+from headwise.provenance import Decisions
+from headwise.settings import changed
+from headwise.staged import (
     METHOD,
     Staged,
     discoveries,
@@ -45,14 +39,20 @@ from headwise.proof.staged import (
     looks_at,
     student_p,
 )
-from headwise.provenance import Decisions
-from headwise.settings import changed
 from headwise.surgery.plan import SurgeryPlan, make_plan
 from headwise.surgery.sink_directions import LayerDirections, measure_directions
 from headwise.surgery.treatments import Dose, treat
 from headwise.texts.batches import batches, encode_for
-from headwise.texts.corpus import triage_texts
 from headwise.texts.text_sets import TextSet, as_text_set
+from headwise.triaging.settings import TriageSettings, TriageThresholds
+from headwise.triaging.texts import triage_texts
+from headwise.triaging.values import (
+    HeadTriage,
+    Triage,
+    TriageProvenance,
+    is_decided,
+    triage_class,
+)
 
 HANDLES = ("release", "centre")  # query treatments, of which the better speaks for the head
 INTERVENTIONS = 3 + len(HANDLES)  # zero, mean and unsink are the others

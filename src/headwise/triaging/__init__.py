@@ -1,0 +1,1 @@
+"""Triage: why a head is ill, measured by what interventions on it cost."""
