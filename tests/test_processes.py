@@ -152,3 +152,23 @@ def test_a_name_in_a_markdown_table_is_one_cell():
 
     text = table("t", ("model", "p"), [("a|b\n<img src=x>\x1b", "p < 0.05")]).to_markdown()
     assert "| a\\|b \\<img src=x>\\x1b | p < 0.05 |" in text
+
+
+def test_without_a_home_the_cache_is_where_headwise_cache_says(tmp_path, monkeypatch):
+    from pathlib import Path
+
+    from headwise.models import loading
+
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.setattr(loading, "_convert_gguf", lambda path, folder: folder.mkdir(parents=True))
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    monkeypatch.delenv("HEADWISE_CACHE", raising=False)
+    with pytest.raises(HeadwiseError, match="set HEADWISE_CACHE"):
+        loading.converted_gguf(tmp_path / "m.gguf")
+    monkeypatch.setenv("HEADWISE_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(HeadwiseError, match="no such file"):  # nothing was converted here
+        loading.converted_gguf(tmp_path / "m.gguf")
+    assert list((tmp_path / "cache" / "gguf").iterdir())

@@ -185,6 +185,19 @@ def free_memory() -> int:
     return min(free, limit - taken)
 
 
+def _cache_folder() -> Path:
+    """HEADWISE_CACHE, else below the home directory; a container's user may have none."""
+    if os.environ.get("HEADWISE_CACHE"):
+        return Path(os.environ["HEADWISE_CACHE"])
+    try:
+        return Path.home() / ".cache" / "headwise"
+    except RuntimeError:
+        raise ModelError(
+            "there is no home directory to keep the converted GGUF file in",
+            fix="set HEADWISE_CACHE to a folder with room for the model",
+        ) from None
+
+
 def converted_gguf(path: Path) -> Path:
     """A GGUF file as a model directory: de-quantised once, kept under the hash of its bytes.
 
@@ -192,8 +205,7 @@ def converted_gguf(path: Path) -> Path:
     """
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    cache = Path(os.environ.get("HEADWISE_CACHE", Path.home() / ".cache" / "headwise"))
-    folder = cache / "gguf" / digest
+    folder = _cache_folder() / "gguf" / digest
     if not (folder / _SOURCE).exists():
         _convert_gguf(path, folder)
     recorded = read_json(folder / _SOURCE).get("weights_sha256")
