@@ -109,7 +109,7 @@ def _measured(folder):
     for result in results:
         if isinstance(result, HeadFailure):
             raise HeadwiseError(result.reason)
-    return [(r.layer, r.q_head, r.cells.overall) for r in results]
+    return [(r.layer, r.q_head, r.ap_overall) for r in results]
 
 
 def _damaged_prefix(path):
