@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from headwise.watch.film import Film, WatchSettings, append_reading
+from headwise.watch.film import Film, WatchSettings, add_reading
 from headwise.watch.trend import RULES
 from reportstudy import diagnosis_of, stock_mass
 
@@ -19,7 +19,5 @@ def film_in(folder):
         mass[2, 5] = 1 / (1 + np.exp(3 - 0.4 * place - 0.01 * np.sin(place)))
         maps = {"first_token_mass": mass, "entropy": 3 - mass, "output_norm": 1 + mass}
         maps |= {"max_logit": 5 + mass, "sink_rate": (mass > 0.3).astype(float)}
-        reading = film.judged(settings.reading(10 * place, maps))
-        film = film.with_reading(reading)
-        append_reading(folder, film)
+        film = add_reading(folder, film, 10 * place, maps)
     return film

@@ -11,9 +11,9 @@ from typing_extensions import Doc
 from headwise.cli.app import resumable
 from headwise.cli.options import Figures, Out, alarm, wrote
 from headwise.cli.verbs import verb
-from headwise.diagnosis.settings import Thresholds
-from headwise.keywords import AllowPickle, BatchSize, Bos, Dtype, MaxLength, RemoteCode
+from headwise.keywords import AllowPickle, Dtype, RemoteCode, keywords_of
 from headwise.texts.settings import TextSettings
+from headwise.watch.settings import ProbeSettings
 
 if TYPE_CHECKING:
     from headwise.watch.film import Film
@@ -26,10 +26,7 @@ if TYPE_CHECKING:
 def watch(
     checkpoints: Annotated[Path, typer.Argument(help="A folder of checkpoint-100, -200, ...")],
     texts: TextSettings,
-    thresholds: Thresholds,
-    max_length: MaxLength = 128,
-    batch_size: BatchSize = 4,
-    bos: Bos = None,
+    settings: ProbeSettings,
     tokenizer: Annotated[
         str | None, Doc("Where the tokenizer is, if not in the checkpoints.")
     ] = None,
@@ -50,12 +47,9 @@ def watch(
             checkpoints,
             texts.read(),
             out=out,
-            max_length=max_length,
-            batch_size=batch_size,
-            bos=bos,
+            **keywords_of(settings),
             dtype=dtype,
             tokenizer=tokenizer,
-            thresholds=thresholds,
             resume=resume,
             allow_pickle=allow_pickle,
             trust_remote_code=trust_remote_code,

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from headwise.artefacts import sweep, versions
+from headwise.artefacts import sweep
 from headwise.diagnosis.settings import Thresholds
 from headwise.errors import ArtefactError, ModelError
 from headwise.integrity.locks import one_writer
-from headwise.models.loaded_model import LoadedModel
 from headwise.models.loading import load_model
 from headwise.progress import Progress, silent, track
-from headwise.provenance import MeasureSettings, Provenance, TextInfo
-from headwise.texts.batches import encode_for
 from headwise.texts.text_sets import TextSet, as_text_set
-from headwise.watch.film import FILM, Film, WatchSettings, append_reading, resumed_film
-from headwise.watch.probe import Probe
+from headwise.watch.film import (
+    FILM,
+    Film,
+    WatchSettings,
+    add_reading,
+    open_film,
+    resumed_film,
+)
+from headwise.watch.probe import encode_probe, read_heads, undisturbed
+from headwise.watch.settings import ProbeSettings
 from headwise.watch.trend import RULES, TrendRule
 
 _NUMBERED = re.compile(r"(?:checkpoint|global_step|step)[-_]?(\d+)")
+_END = 10**12  # after every step
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -59,39 +66,41 @@ def watch_checkpoints(
 ) -> Film:
     """Film a folder of `checkpoint-*`; `resume` goes on with the checkpoints that are new."""
     out, chosen = Path(out), as_text_set(texts, str(folder))
+    settings = ProbeSettings(thresholds or Thresholds(), max_length, batch_size, bos)
     with one_writer(out):
-        old = _old_settings(out, resume)
-        if bos is None and old is not None and old.provenance.settings is not None:
-            bos = old.provenance.settings.bos
+        last = -1
+        if (out / FILM).exists():
+            earlier = _film_to_resume(out, resume)
+            last = max(earlier.steps, default=-1)
+            measured = earlier.settings.provenance.settings
+            if bos is None and measured is not None:
+                settings = replace(settings, bos=measured.bos)
         film: Film | None = None
-        last = _last_step(out) if old is not None else -1
-        found = [one for one in checkpoints_in(Path(folder)) if one[0] > last]
-        for step, path in track(found, "reading checkpoints", progress):
+        new = [one for one in checkpoints_in(Path(folder)) if one[0] > last]
+        for step, path in track(new, "reading checkpoints", progress):
             loaded = load_model(
                 str(path),
                 dtype=dtype,
-                bos=bos,
+                bos=settings.bos,
                 tokenizer=tokenizer or _tokenizer_of(path),
                 allow_pickle=allow_pickle,
                 trust_remote_code=trust_remote_code,
             )
-            bos = loaded.bos  # decided once: a later checkpoint must not be read another way
-            encoded = encode_for(loaded, chosen.texts, max_length=max_length)
-            probe = Probe.of(encoded, batch_size)
-            probe.prove(loaded.model)
+            # Decided once: a later checkpoint must not be read another way.
+            settings = replace(settings, bos=loaded.bos)
+            with undisturbed(loaded.model):
+                probe, provenance = encode_probe(loaded, chosen, settings)
             if film is None:
-                told = chosen.describe(sum(map(len, encoded)))
-                settings = _settings(loaded, told, max_length, thresholds, rules)
-                film = _begun(out, settings, old)
-            reading = film.judged(film.settings.reading(step, probe.read(loaded.model)))
-            film = film.with_reading(reading)
-            append_reading(out, film)
+                filmed = WatchSettings(
+                    loaded.describe(), provenance, settings.thresholds, tuple(rules)
+                )
+                film = open_film(out, filmed, until=_END)
+            film = add_reading(out, film, step, read_heads(loaded.model, probe))
         return film or Film.load(out)
 
 
-def _old_settings(out: Path, resume: bool) -> WatchSettings | None:
-    if not (out / FILM).exists():
-        return None
+def _film_to_resume(out: Path, resume: bool) -> Film:
+    """The film that is there, without a half line at its end."""
     if not resume:
         raise ArtefactError(
             "there is a film already",
@@ -99,31 +108,7 @@ def _old_settings(out: Path, resume: bool) -> WatchSettings | None:
             fix="add --resume to go on with it, or choose another --out",
         )
     sweep(out)
-    return WatchSettings.load(out)
-
-
-def _last_step(out: Path) -> int:
-    settings = WatchSettings.load(out)
-    return max(resumed_film(out, settings, until=10**12).steps, default=-1)
-
-
-def _begun(out: Path, settings: WatchSettings, old: WatchSettings | None) -> Film:
-    if old is not None:
-        return resumed_film(out, settings, until=10**12)
-    settings.save(out)
-    return Film(settings)
-
-
-def _settings(
-    loaded: LoadedModel,
-    texts: TextInfo,
-    max_length: int,
-    thresholds: Thresholds | None,
-    rules: Sequence[TrendRule],
-) -> WatchSettings:
-    how = MeasureSettings(loaded.length(max_length), 0, loaded.bos)
-    where = Provenance(texts, how, versions())
-    return WatchSettings(loaded.describe(), where, thresholds or Thresholds(), tuple(rules))
+    return resumed_film(out, WatchSettings.load(out), until=_END)
 
 
 def _tokenizer_of(checkpoint: Path) -> str | None:

@@ -27,8 +27,8 @@ def film_figures(film: Film, out: Path) -> list[Path]:
     """Trajectories, scalars and the last map, as PNG and SVG."""
     last = film.readings[-1]
     figures = {
-        "watch_trajectories": trajectories(film),
-        "watch_scalars": scalars(film),
+        "watch_trajectories": plot_trajectories(film),
+        "watch_scalars": plot_scalars(film),
         "watch_last": head_heat_map(
             last.maps["first_token_mass"],
             f"first-token mass at step {last.step}",
@@ -41,7 +41,7 @@ def film_figures(film: Film, out: Path) -> list[Path]:
     return save_figures(figures, out)
 
 
-def trajectories(film: Film) -> Figure:
+def plot_trajectories(film: Film) -> Figure:
     """Every head's first-token mass over steps; the ones that moved most by name."""
     mass = np.array([reading.maps["first_token_mass"] for reading in film.readings])
     moved = np.ptp(mass, axis=0)
@@ -62,7 +62,7 @@ def trajectories(film: Film) -> Figure:
     return figure
 
 
-def scalars(film: Film) -> Figure:
+def plot_scalars(film: Film) -> Figure:
     """Sick heads and sink rate on the left, median entropy on the right."""
     rows = [reading.scalars for reading in film.readings]
     total = film.settings.model.num_layers * film.settings.model.num_heads

@@ -220,8 +220,9 @@ def _require_shape(reading: Reading, shape: tuple[int, int], path: Path) -> None
         )
 
 
-def append_reading(folder: Path, film: Film) -> None:
-    """Write the film's last reading as one more line, flushed to disk."""
+def add_reading(folder: Path, film: Film, step: int, maps: Mapping[str, np.ndarray]) -> Film:
+    """The film with one more reading and the alarms it raises, written as one line and flushed."""
+    film = film.with_reading(film.judged(film.settings.reading(step, maps)))
     row = json.loads(json.dumps(to_plain(film.readings[-1]), sort_keys=True, allow_nan=False))
     line = sealed_row(row, film.settings.identity, len(film.readings) - 1)
     try:
@@ -232,6 +233,15 @@ def append_reading(folder: Path, film: Film) -> None:
     except OSError as error:
         raise ArtefactError(f"cannot write the film ({error})", where=folder / FILM) from None
     replace(film.settings, readings=len(film.readings)).save(folder)
+    return film
+
+
+def open_film(folder: Path, settings: WatchSettings, until: int) -> Film:
+    """A new film, or the one that is there, to go on with after step `until`."""
+    if (folder / FILM).exists():
+        return resumed_film(folder, settings, until)
+    settings.save(folder)
+    return Film(settings)
 
 
 def resumed_film(folder: Path, settings: WatchSettings, until: int) -> Film:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,16 +29,15 @@ from transformers import (
     TrainingArguments,
 )
 
-from headwise.artefacts import versions
 from headwise.diagnosis.settings import Thresholds
 from headwise.errors import ArtefactError, HeadwiseError
 from headwise.models.loaded_model import LoadedModel
-from headwise.provenance import MeasureSettings, Provenance
-from headwise.texts.batches import encode_for
+from headwise.texts.batches import Batch
 from headwise.texts.text_sets import TextSet, as_text_set
 from headwise.watch.budget import Budget, Overhead
-from headwise.watch.film import FILM, WATCH, Film, WatchSettings, append_reading, resumed_film
-from headwise.watch.probe import Probe, bare, undisturbed
+from headwise.watch.film import FILM, WATCH, Film, WatchSettings, add_reading, open_film
+from headwise.watch.probe import bare, encode_probe, read_heads, undisturbed
+from headwise.watch.settings import ProbeSettings
 from headwise.watch.trackers import tell, trainer_trackers
 from headwise.watch.trend import RULES, HeadAlarm, TrendRule
 
@@ -78,11 +78,10 @@ class HeadWatch(TrainerCallback):
         self.out, self.stop, self.resume, self.name = Path(out), stop, resume, name
         self.model, self.tokenizer, self.trackers = model, tokenizer, list(trackers)
         self._texts, self._rules = texts, tuple(rules)
-        self._cut, self._batch_size, self._bos = max_length, batch_size, bos
-        self._thresholds = thresholds or Thresholds()
+        self._settings = ProbeSettings(thresholds or Thresholds(), max_length, batch_size, bos)
         self._budget = Budget(every, budget)
         self._film: Film | None = None
-        self._probe: Probe | None = None
+        self._probe: tuple[Batch, ...] = ()
 
     # --- a loop of one's own -----------------------------------------------------------------
 
@@ -175,12 +174,18 @@ class HeadWatch(TrainerCallback):
     def start(self, step: int, total_steps: int | None = None) -> None:
         """Begin the film, or go on with it, with the model as it is after `step` steps."""
         self._budget = Budget(self._budget.every, self._budget.share, total_steps)
-        if self._bos is None and self.resume and (self.out / WATCH).exists():
-            told = WatchSettings.load(self.out).provenance.settings
-            self._bos = None if told is None else told.bos  # decided when the film began
+        if self._settings.bos is None and self.resume and (self.out / WATCH).exists():
+            measured = WatchSettings.load(self.out).provenance.settings
+            if measured is not None:  # decided when the film began
+                self._settings = replace(self._settings, bos=measured.bos)
         with self._budget.spending():
-            settings = self._prepare()
-            self._film = self._opened(settings, step)
+            if (self.out / FILM).exists() and not self.resume:
+                raise ArtefactError(
+                    "there is a film already",
+                    where=self.out / FILM,
+                    fix="pass resume=True to go on with it, or another folder",
+                )
+            self._film = open_film(self.out, self._prepare(), step)
         if not self._film.readings or self._film.steps[-1] < step:
             self._look(step)
 
@@ -201,45 +206,28 @@ class HeadWatch(TrainerCallback):
         whole = bare(self.model)
         identity = self.name or whole.config._name_or_path or str(whole.config.model_type)
         with undisturbed(self.model):
-            loaded = LoadedModel(identity, whole, self.tokenizer).reading(self._bos)
+            loaded = LoadedModel(identity, whole, self.tokenizer).reading(self._settings.bos)
             chosen = as_text_set(self._texts, identity)
             chosen = TextSet(chosen.name, chosen.texts[:MOST_TEXTS])
-            encoded = encode_for(loaded, chosen.texts, max_length=self._cut)
-            cut, bos, described = loaded.length(self._cut), loaded.bos, loaded.describe()
-        self._probe = Probe.of(encoded, self._batch_size)
-        self._probe.prove(self.model)
-        texts = chosen.describe(sum(map(len, encoded)))
+            self._probe, provenance = encode_probe(loaded, chosen, self._settings)
+            described = loaded.describe()
         return WatchSettings(
             described,
-            Provenance(texts, MeasureSettings(cut, 0, bos), versions()),
-            self._thresholds,
+            provenance,
+            self._settings.thresholds,
             self._rules,
             self._budget.every,
             None if self._budget.every else self._budget.share,
         )
 
-    def _opened(self, settings: WatchSettings, step: int) -> Film:
-        if not (self.out / FILM).exists():
-            settings.save(self.out)
-            return Film(settings)
-        if not self.resume:
-            raise ArtefactError(
-                "there is a film already",
-                where=self.out / FILM,
-                fix="pass resume=True to go on with it, or another folder",
-            )
-        return resumed_film(self.out, settings, step)
-
     def _look(self, step: int) -> bool:
         """One reading; True if it raised an alarm."""
         assert self._film is not None
-        assert self._probe is not None
         assert self.model is not None
         with self._budget.spending():
-            reading = self._film.settings.reading(step, self._probe.read(self.model))
-            reading = self._film.judged(reading)
-            self._film = self._film.with_reading(reading)
-            append_reading(self.out, self._film)
+            maps = read_heads(self.model, self._probe)
+            self._film = add_reading(self.out, self._film, step, maps)
+            reading = self._film.readings[-1]
             for tracker in self.trackers:
                 tell(tracker, reading)
         self._budget.readings += 1

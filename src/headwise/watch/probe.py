@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,49 +18,47 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from headwise.artefacts import versions
 from headwise.diagnosis.diagnose import SINK_RATE_EPSILON
 from headwise.diagnosis.measures import query_weights, watched_measures
 from headwise.errors import HeadwiseError
 from headwise.forward.guard import guard
 from headwise.forward.tap import LayerAttention, tapped
 from headwise.models.architectures import backbone_of, device_of, geometry_of
-from headwise.texts.batches import Batch, batches
+from headwise.models.loaded_model import LoadedModel
+from headwise.provenance import MeasureSettings, Provenance
+from headwise.texts.batches import Batch, batches, encode_for
+from headwise.texts.text_sets import TextSet
+from headwise.watch.settings import ProbeSettings
 
 WATCHED = ("first_token_mass", "entropy", "output_norm", "max_logit")
 Maps = dict[str, Float[np.ndarray, "layer head"]]
 
 
-@dataclass(frozen=True)
-class Probe:
-    """Fixed token batches; `read` measures every head on them."""
+def encode_probe(
+    loaded: LoadedModel, texts: TextSet, settings: ProbeSettings
+) -> tuple[tuple[Batch, ...], Provenance]:
+    """The probe's token batches and where their numbers come from.
 
-    batches: tuple[Batch, ...] = field(repr=False)
+    A model that headwise would read wrongly is refused here, before anything is read.
+    """
+    encoded = encode_for(loaded, texts.texts, max_length=settings.max_length)
+    guard(loaded.model, max(map(len, encoded)))
+    measured = MeasureSettings(loaded.length(settings.max_length), 0, loaded.bos)
+    described = texts.describe(sum(map(len, encoded)))
+    return tuple(batches(encoded, settings.batch_size)), Provenance(described, measured, versions())
 
-    @staticmethod
-    def of(encoded: list[list[int]], batch_size: int) -> Probe:
-        """A probe of encoded texts."""
-        return Probe(tuple(batches(encoded, batch_size)))
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest text."""
-        return max(batch.ids.shape[1] for batch in self.batches)
-
-    def prove(self, model: nn.Module) -> None:
-        """Refuse a model that headwise would read wrongly, before anything is read."""
-        with undisturbed(model):
-            guard(bare(model), self.longest)
-
-    def read(self, model: nn.Module) -> Maps:
-        """Every head's measures, mean over texts, and the share of texts that it sinks on."""
-        with undisturbed(model):
-            values = _measure(bare(model), self.batches)
-        maps = {name: values[name].mean(0) for name in WATCHED}
-        sinks = values["first_token_mass"] > SINK_RATE_EPSILON
-        maps["sink_rate"] = sinks.mean(0)
-        if values["learned_sink_share"].any():
-            maps["learned_sink_share"] = values["learned_sink_share"].mean(0)
-        return maps
+def read_heads(model: nn.Module, probe: tuple[Batch, ...]) -> Maps:
+    """Every head's measures, mean over texts, and the share of texts that it sinks on."""
+    with undisturbed(model):
+        values = _measure(bare(model), probe)
+    maps = {name: values[name].mean(0) for name in WATCHED}
+    sinks = values["first_token_mass"] > SINK_RATE_EPSILON
+    maps["sink_rate"] = sinks.mean(0)
+    if values["learned_sink_share"].any():
+        maps["learned_sink_share"] = values["learned_sink_share"].mean(0)
+    return maps
 
 
 def _measure(

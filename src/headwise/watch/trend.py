@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 
 from headwise.alarms import Alarm
 from headwise.values import Count, Finite
+
+HeadValues = Float[np.ndarray, "layer head"]
 
 
 @dataclass(frozen=True)
@@ -65,15 +67,6 @@ class HeadAlarm:
         )
 
 
-@dataclass(frozen=True)
-class Drift:
-    """The drift per step of every head on its scale, its standard error and its p-value."""
-
-    slope: Float[np.ndarray, "layer head"]
-    error: Float[np.ndarray, "layer head"]
-    p_value: Float[np.ndarray, "layer head"]
-
-
 def scaled(values: Float[np.ndarray, "*any"], scale: str) -> Float[np.ndarray, "*any"]:
     """A measure where growth is straight; what cannot be there is held at the edge."""
     if scale == "log-odds":
@@ -82,8 +75,10 @@ def scaled(values: Float[np.ndarray, "*any"], scale: str) -> Float[np.ndarray, "
     return np.asarray(np.log(np.clip(values, 1e-2, None)))
 
 
-def drift_of(steps: Sequence[int], walk: Float[np.ndarray, "reading layer head"]) -> Drift:
-    """The drift at the last reading of walks read at uneven steps.
+def drift_of(
+    steps: Sequence[int], walk: Float[np.ndarray, "reading layer head"]
+) -> tuple[HeadValues, HeadValues, HeadValues]:
+    """Drift per step at the last reading of walks read at uneven steps, its error and p-value.
 
     Moves per step are fitted by a straight line over steps, each weighted by the steps it took: of
     a walk their variance is the diffusion over that number.
@@ -101,7 +96,7 @@ def drift_of(steps: Sequence[int], walk: Float[np.ndarray, "reading layer head"]
     from scipy.stats import t as student  # late: slow to load
 
     p_value = student.sf(fitted[0] / error, free)
-    return Drift(fitted[0].reshape(shape), error.reshape(shape), p_value.reshape(shape))
+    return fitted[0].reshape(shape), error.reshape(shape), p_value.reshape(shape)
 
 
 def rule_alarms(
@@ -114,9 +109,15 @@ def rule_alarms(
     if len(steps) < rule.readings:
         return []
     walk, limit = scaled(values, rule.scale), float(scaled(np.array(rule.limit), rule.scale))
-    drift = drift_of(steps, walk)
-    sure = np.minimum(1.0, drift.p_value * drift.p_value.size)  # Bonferroni over heads
-    called = _called(rule, steps, walk, drift, sure, limit) & (values[-1] >= rule.floor)
+    slope, error, p_value = drift_of(steps, walk)
+    chance = np.minimum(1.0, p_value * p_value.size)  # Bonferroni over heads
+    from scipy.stats import t as student  # late: slow to load
+
+    # Below the limit now, drifting up for sure, and over the limit soon even at the slowest drift.
+    slowest = slope - float(student.ppf(0.95, len(steps) - 3)) * error
+    ahead = rule.horizon * (steps[-1] - steps[0])
+    called = (walk[-1] + slowest * ahead > limit) & (walk[-1] <= limit)
+    called &= (chance < 1 - rule.confidence) & (values[-1] >= rule.floor)
     per_step = (values[-1] - values[0]) / (steps[-1] - steps[0])
     return [
         HeadAlarm(
@@ -125,29 +126,9 @@ def rule_alarms(
             steps[-1],
             float(values[-1, row, head]),
             float(100 * per_step[row, head]),
-            float(1 - sure[row, head]),
+            float(1 - chance[row, head]),
             rule.limit,
-            steps[-1] + int(np.ceil((limit - walk[-1, row, head]) / drift.slope[row, head])),
+            steps[-1] + int(np.ceil((limit - walk[-1, row, head]) / slope[row, head])),
         )
         for row, head in np.argwhere(called)
     ]
-
-
-def _called(
-    rule: TrendRule,
-    steps: Sequence[int],
-    walk: Float[np.ndarray, "reading layer head"],
-    drift: Drift,
-    sure: Float[np.ndarray, "layer head"],
-    limit: float,
-) -> Bool[np.ndarray, "layer head"]:
-    """Below the limit now, drifting up for sure, and over the limit soon even so."""
-    ahead = rule.horizon * (steps[-1] - steps[0])
-    from scipy.stats import t as student  # late: slow to load
-
-    low = drift.slope - float(student.ppf(0.95, len(steps) - 3)) * drift.error
-    over = walk[-1] + low * ahead > limit
-    called: Bool[np.ndarray, "layer head"] = (
-        over & (walk[-1] <= limit) & (sure < 1 - rule.confidence)
-    )
-    return called
