@@ -13,7 +13,7 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -70,15 +70,6 @@ _PORTION_TEXTS = 8
 Kind = Literal["q", "k"]
 
 
-@dataclass(frozen=True)
-class Captured:
-    """What a capture wrote."""
-
-    folder: Path
-    rows: dict[str, int] = field(repr=False)  # `l00h00q` -> rows
-    note: str = ""
-
-
 @takes_model
 def capture(
     loaded: LoadedModel,
@@ -93,7 +84,7 @@ def capture(
     resume: bool = False,
     budget: Budget = unlimited,
     progress: Progress = silent,
-) -> Captured:
+) -> CaptureInfo:
     """Capture the chosen query heads (default all) and the key heads they use.
 
     `layers` ("0-5,29") and `heads` (a selection, indices such as "0-3,7", or a list) choose them.
@@ -107,6 +98,10 @@ def capture(
     geometry = geometry_of(loaded.model)
     if heads is None or isinstance(heads, str):
         heads = select_in_layers(layers, heads, geometry.layers, geometry.num_heads)
+    every = all_heads(geometry.num_layers, geometry.num_heads, geometry.layers)
+    chosen = sorted(every if heads is None else heads)
+    if not chosen:
+        raise SelectionError("no head is chosen", fix="choose other --layers or --heads")
     how = replace(how, bos=loaded.bos, max_length=loaded.length(how.max_length))
     tokens = token_count(loaded, found.texts, how.max_length)
     less = "--texts, --max-length, --layers"
@@ -114,69 +109,59 @@ def capture(
     size = vector_bytes(tokens, heads, geometry)
     budget(loaded.model, Work(tokens, batch, written=size, waiting=tokens, less=less))
     with one_writer(Path(out)), applied(loaded.model, read):
-        return _capture_as_it_is(loaded, found, Path(out), heads, how, batch_size, resume, progress)
+        encoded = encode_for(loaded, found.texts, max_length=how.max_length)
+        folder = Path(out) if how.layout == "new" else Path(out) / re.sub(r"\W", "_", loaded.id)
+        info = replace(_describe(loaded, found, how, chosen), folder=folder)
+        finished = by_the_first(lambda: _finished(folder, info, resume))
+        return finished or _capture_all(loaded.model, encoded, chosen, info, batch_size, progress)
 
 
-def _capture_as_it_is(
-    loaded: LoadedModel,
-    texts: TextSet,
-    out: Path,
-    heads: Sequence[Head] | None,
-    settings: CaptureSettings,
+def _capture_all(
+    model: PreTrainedModel,
+    encoded: list[list[int]],
+    heads: list[Head],
+    info: CaptureInfo,
     batch_size: int,
-    resume: bool,
     progress: Progress,
-) -> Captured:
-    model = loaded.model
-    geometry = geometry_of(model)
-    every = all_heads(geometry.num_layers, geometry.num_heads, geometry.layers)
-    chosen = sorted(every if heads is None else heads)
-    if not chosen:
-        raise SelectionError("no head is chosen", fix="choose other --layers or --heads")
-    encoded = encode_for(loaded, texts.texts, max_length=settings.max_length)
-    folder = out if settings.layout == "new" else out / re.sub(r"\W", "_", loaded.id)
-    info = _describe(loaded, texts, settings, chosen)
-    finished = by_the_first(lambda: _finished(folder, info, resume))
-    if finished is not None:
-        return finished
+) -> CaptureInfo:
+    """Capture the portions that are not on disk, and make one file per head of all of them."""
     guard(model, max(map(len, encoded)))
-    staging = by_the_first(lambda: _prepare(folder, info))  # its sweep must not meet a writer
-    portions = list(range(0, len(encoded), _PORTION_TEXTS))
+    staging = by_the_first(lambda: _prepare(info))  # its sweep must not meet a writer
+    portions = {
+        staging / f"portion-{start:06d}": (start, encoded[start : start + _PORTION_TEXTS])
+        for start in range(0, len(encoded), _PORTION_TEXTS)
+    }
 
-    def portion(start: int) -> None:
-        path = staging / f"portion-{start:06d}"
+    def capture_missing(path: Path) -> None:
         if not is_whole(path):
-            part = encoded[start : start + _PORTION_TEXTS]
             with each_writes():
-                _capture_portion(model, part, start, path, chosen, settings, batch_size)
+                _capture_portion(model, portions[path], path, heads, info.settings, batch_size)
 
     if stored_weights(model) is not None:
-        missing = {
-            staging / f"portion-{start:06d}": (start, encoded[start : start + _PORTION_TEXTS])
-            for start in portions
-            if not is_whole(staging / f"portion-{start:06d}")
-        }
-        work = _capturing_all(model, missing, chosen, settings, batch_size)
+        missing = {path: part for path, part in portions.items() if not is_whole(path)}
+        work = _capturing_all(model, missing, heads, info.settings, batch_size)
         run_measurement(model, work, progress=progress)
-        portions = []
-    for _ in told(shared_out(portion, portions), len(portions), "capturing", progress):
-        pass
-    rows = by_the_first(lambda: _assemble(model, staging, folder, chosen, info))
-    return Captured(folder, rows, info.note)
+    else:
+        paths = list(portions)
+        for _ in told(shared_out(capture_missing, paths), len(paths), "capturing", progress):
+            pass
+    return by_the_first(lambda: _assemble(model, staging, heads, info))
 
 
 def _assemble(
-    model: PreTrainedModel, staging: Path, folder: Path, heads: list[Head], info: CaptureInfo
-) -> dict[str, int]:
-    """One file per head from all portions, and what is told about them."""
+    model: PreTrainedModel, staging: Path, heads: list[Head], info: CaptureInfo
+) -> CaptureInfo:
+    """One file per head from all portions, and `capture.json` with their rows and checksums."""
+    folder = staging.parent
     groups = {layer: geometry_of(model, layer).group for layer in geometry_of(model).layers}
     buckets = Buckets.parse(info.settings.buckets)
     rows = assemble(staging, folder, heads, groups, _windows(model), buckets)
     checksums = {name: file_checksum(folder / name / DATA) for name in rows}
     write_text(folder / "README.md", _readme(info))
-    replace(info, rows=rows, checksums=checksums, finished=True).save(folder)
+    info = replace(info, rows=rows, checksums=checksums, finished=True)
+    info.save(folder)
     shutil.rmtree(staging)
-    return rows
+    return info
 
 
 def _describe(
@@ -208,7 +193,7 @@ def _capture_point(positions: str, pre_rope: bool) -> str:
     return "before RoPE" if pre_rope else "as scored (after RoPE)"
 
 
-def _finished(folder: Path, info: CaptureInfo, resume: bool) -> Captured | None:
+def _finished(folder: Path, info: CaptureInfo, resume: bool) -> CaptureInfo | None:
     """A finished capture with these settings, if that is what is here; others are refused."""
     if not (folder / FILE).exists():
         return None
@@ -224,11 +209,13 @@ def _finished(folder: Path, info: CaptureInfo, resume: bool) -> Captured | None:
         return None
     require_whole(folder, before)
     shutil.rmtree(folder / STAGING, ignore_errors=True)  # a kill may have come just before this
-    return Captured(folder, before.rows, info.note)
+    return before
 
 
-def _prepare(folder: Path, info: CaptureInfo) -> Path:
+def _prepare(info: CaptureInfo) -> Path:
     """The staging folder, new or continued."""
+    assert info.folder is not None
+    folder = info.folder
     info.save(folder)
     staging = own_folder(folder / STAGING)
     staging.mkdir(parents=True, exist_ok=True)
@@ -238,14 +225,14 @@ def _prepare(folder: Path, info: CaptureInfo) -> Path:
 
 def _capture_portion(
     model: PreTrainedModel,
-    encoded: list[list[int]],
-    first: int,
+    portion: tuple[int, list[list[int]]],
     path: Path,
     heads: list[Head],
     settings: CaptureSettings,
     batch_size: int,
 ) -> None:
     """Run one portion of texts and put the kept vectors of each layer and kind on disk."""
+    first, encoded = portion
     layers = sorted({head.layer for head in heads})
     found: dict[tuple[int, Kind], list[Rows]] = {}
     for batch in batches(encoded, batch_size):

@@ -27,9 +27,11 @@ class CaptureInfo:
     note: str
     versions: dict[str, str]
     head_sampling: Literal["selection"] | None = field(default=None, metadata=OMITTED)
-    rows: dict[str, int] = field(default_factory=dict)  # `l00h00q` -> rows
-    checksums: dict[str, str] = field(default_factory=dict)  # `l00h00q` -> of its Parquet file
+    rows: dict[str, int] = field(default_factory=dict, repr=False)  # `l00h00q` -> rows
+    # `l00h00q` -> of its Parquet file
+    checksums: dict[str, str] = field(default_factory=dict, repr=False)
     finished: bool = False
+    folder: Path | None = field(default=None, metadata=OMITTED, compare=False)  # not written
 
     def same_work(self, other: CaptureInfo) -> bool:
         """Whether both would write the same vectors; progress and versions do not count."""
@@ -41,10 +43,11 @@ class CaptureInfo:
 
     def save(self, folder: Path) -> Path:
         """Write `capture.json`."""
-        return save_artefact(folder / FILE, "capture", to_plain(self))
+        return save_artefact(folder / FILE, "capture", to_plain(replace(self, folder=None)))
 
     @staticmethod
     def load(folder: Path) -> CaptureInfo:
         """Read `capture.json`; a damaged one is an `ArtefactError`."""
         path = folder / FILE
-        return from_plain(CaptureInfo, load_artefact(path, "capture"), path)
+        info: CaptureInfo = from_plain(CaptureInfo, load_artefact(path, "capture"), path)
+        return replace(info, folder=folder)
