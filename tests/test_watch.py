@@ -16,9 +16,9 @@ from conftest import tiny_language_model, tiny_tokenizer
 from headwise.cli import app
 from headwise.errors import ArtefactError, HeadwiseError
 from headwise.models.description import weight_fingerprint
-from headwise.watch.budget import Budget
 from headwise.watch.film import FILM, Film, WatchSettings, resumed_film
 from headwise.watch.head_watch import HeadWatch
+from headwise.watch.overhead import Overhead
 from headwise.watch.probe import undisturbed
 from headwise.watch.trend import TrendRule, drift_of, rule_alarms, scaled
 
@@ -188,7 +188,7 @@ class Clock:
 @pytest.mark.parametrize("cost", [0.05, 0.5, 3.0])
 def test_the_budget_spaces_readings_out(cost):
     clock = Clock()
-    budget = Budget(None, 0.02, 2000, clock)
+    budget = Overhead(None, 0.02, 2000, clock)
     taken = []
     for step in range(2001):
         clock.now += 0.1  # a step of training
@@ -197,13 +197,13 @@ def test_the_budget_spaces_readings_out(cost):
                 clock.now += cost
             budget.readings += 1
             taken.append(step)
-    share = budget.overhead.share
+    share = budget.share
     assert share <= max(0.02, 1.01 * cost / 200)  # the first reading is made whatever it costs
     assert len(taken) == min(201, max(1, int(0.02 * 200.1 / cost)))
 
 
 def test_every_n_steps_means_every_n_steps():
-    budget = Budget(7, 0.02)
+    budget = Overhead(7, 0.02)
     assert [step for step in range(30) if budget.allows(step)] == [0, 7, 14, 21, 28]
 
 

@@ -15,7 +15,7 @@ Invariant: the numbers of a head do not depend on which other heads are scored w
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, Int64
@@ -205,7 +205,15 @@ class Tally:
     ) -> None:
         """Add the plasticity of the batch's pairs, as seen from some query buckets."""
         if not self.model.keep_identical and batch.identical.any():
-            values, batch = values[:, ~batch.identical], without_identical(batch)
+            keep = ~batch.identical
+            values = values[:, keep]
+            batch = replace(  # the vectors are left alone: they are scored already
+                batch,
+                example=batch.example[keep],
+                distance=batch.distance[keep],
+                middle=batch.middle[keep],
+                identical=batch.identical[keep],
+            )
         place = document_index(batch.example, self.documents)
         size = len(self.documents) + 1
         pairs = np.bincount(place, minlength=size)
@@ -321,17 +329,3 @@ def fifth_means(
         sums += weight * cell.plasticity
         weights += weight
     return [float(s / w) if w > 0 else None for s, w in zip(sums, weights, strict=True)]
-
-
-def without_identical(batch: PairBatch) -> PairBatch:
-    """The batch's bookkeeping without pairs of equal keys (its vectors are left alone)."""
-    keep = ~batch.identical
-    return PairBatch(
-        batch.base,
-        batch.first,
-        batch.second,
-        batch.example[keep],
-        batch.distance[keep],
-        batch.middle[keep],
-        batch.identical[keep],
-    )

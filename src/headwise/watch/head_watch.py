@@ -34,8 +34,8 @@ from headwise.errors import ArtefactError, HeadwiseError
 from headwise.models.loaded_model import LoadedModel
 from headwise.texts.batches import Batch
 from headwise.texts.text_sets import TextSet, as_text_set
-from headwise.watch.budget import Budget, Overhead
 from headwise.watch.film import FILM, WATCH, Film, WatchSettings, add_reading, open_film
+from headwise.watch.overhead import Overhead
 from headwise.watch.probe import bare, encode_probe, read_heads, undisturbed
 from headwise.watch.settings import ProbeSettings
 from headwise.watch.trackers import tell, trainer_trackers
@@ -79,7 +79,7 @@ class HeadWatch(TrainerCallback):
         self.model, self.tokenizer, self.trackers = model, tokenizer, list(trackers)
         self._texts, self._rules = texts, tuple(rules)
         self._settings = ProbeSettings(thresholds or Thresholds(), max_length, batch_size, bos)
-        self._budget = Budget(every, budget)
+        self.overhead = Overhead(every, budget)  # what watching has cost so far
         self._film: Film | None = None
         self._probe: tuple[Batch, ...] = ()
 
@@ -103,7 +103,7 @@ class HeadWatch(TrainerCallback):
             raise HeadwiseError(
                 "the watch has not begun", fix="use `with HeadWatch(...) as watch:`"
             )
-        if not self._budget.allows(step):
+        if not self.overhead.allows(step):
             return False
         return self._look(step) and self.stop
 
@@ -118,11 +118,6 @@ class HeadWatch(TrainerCallback):
     def alarms(self) -> tuple[HeadAlarm, ...]:
         """All alarms so far."""
         return self.film.alarms
-
-    @property
-    def overhead(self) -> Overhead:
-        """What watching has cost so far, against training."""
-        return self._budget.overhead
 
     # --- transformers' Trainer ---------------------------------------------------------------
 
@@ -173,12 +168,12 @@ class HeadWatch(TrainerCallback):
 
     def start(self, step: int, total_steps: int | None = None) -> None:
         """Begin the film, or go on with it, with the model as it is after `step` steps."""
-        self._budget = Budget(self._budget.every, self._budget.share, total_steps)
+        self.overhead = Overhead(self.overhead.every, self.overhead.limit, total_steps)
         if self._settings.bos is None and self.resume and (self.out / WATCH).exists():
             measured = WatchSettings.load(self.out).provenance.settings
             if measured is not None:  # decided when the film began
                 self._settings = replace(self._settings, bos=measured.bos)
-        with self._budget.spending():
+        with self.overhead.spending():
             if (self.out / FILM).exists() and not self.resume:
                 raise ArtefactError(
                     "there is a film already",
@@ -216,21 +211,21 @@ class HeadWatch(TrainerCallback):
             provenance,
             self._settings.thresholds,
             self._rules,
-            self._budget.every,
-            None if self._budget.every else self._budget.share,
+            self.overhead.every,
+            None if self.overhead.every else self.overhead.limit,
         )
 
     def _look(self, step: int) -> bool:
         """One reading; True if it raised an alarm."""
         assert self._film is not None
         assert self.model is not None
-        with self._budget.spending():
+        with self.overhead.spending():
             maps = read_heads(self.model, self._probe)
             self._film = add_reading(self.out, self._film, step, maps)
             reading = self._film.readings[-1]
             for tracker in self.trackers:
                 tell(tracker, reading)
-        self._budget.readings += 1
+        self.overhead.readings += 1
         for alarm in reading.alarms:
             _log.warning("%s", alarm.alarm)
         return bool(reading.alarms)

@@ -14,20 +14,32 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headwise.artefacts import save_artefact
-from headwise.values import to_plain
 
 FILM_LENGTH = 200  # readings of a run whose length is known, if the budget allows so many
 SPACING = 10  # steps between readings of a run whose length is not
 OVERHEAD = "overhead.json"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Overhead:
-    """What watching cost, measured in the run itself."""
+    """What watching has cost, measured in the run itself, and whether it may look again."""
 
-    readings: int
-    watch_seconds: float
-    training_seconds: float
+    every: int | None
+    limit: float  # share of the training time that watching may take
+    total_steps: int | None = None
+    clock: Callable[[], float] = time.perf_counter
+    watch_seconds: float = 0.0
+    last_seconds: float = 0.0
+    readings: int = 0
+    started: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.started = self.clock()
+
+    @property
+    def training_seconds(self) -> float:
+        """Time since the start that was not the watch's own."""
+        return self.clock() - self.started - self.watch_seconds
 
     @property
     def share(self) -> float:
@@ -36,31 +48,14 @@ class Overhead:
 
     def save(self, folder: Path) -> Path:
         """Write `overhead.json`, apart from the film: times never repeat to the bit."""
-        body = {**to_plain(self), "share": self.share}
+        training = self.training_seconds
+        body = {
+            "readings": self.readings,
+            "watch_seconds": self.watch_seconds,
+            "training_seconds": training,
+            "share": self.watch_seconds / max(training, 1e-9),
+        }
         return save_artefact(folder / OVERHEAD, "overhead", body)
-
-
-@dataclass
-class Budget:
-    """Decides the steps of readings and keeps the accounts; the clock is the only state."""
-
-    every: int | None
-    share: float
-    total_steps: int | None = None
-    clock: Callable[[], float] = time.perf_counter
-    watch_seconds: float = 0.0
-    last_seconds: float = 0.0
-    readings: int = 0
-    started: float = field(default=0.0)
-
-    def __post_init__(self) -> None:
-        self.started = self.clock()
-
-    @property
-    def overhead(self) -> Overhead:
-        """The accounts so far."""
-        training = self.clock() - self.started - self.watch_seconds
-        return Overhead(self.readings, self.watch_seconds, training)
 
     @property
     def spacing(self) -> int:
@@ -76,7 +71,7 @@ class Budget:
         if self.every is not None or not self.readings:
             return True
         spent = self.watch_seconds + self.last_seconds
-        return spent <= self.share * self.overhead.training_seconds
+        return spent <= self.limit * self.training_seconds
 
     @contextmanager
     def spending(self) -> Iterator[None]:
