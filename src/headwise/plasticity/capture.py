@@ -139,7 +139,7 @@ def _capture_all(
 
     if stored_weights(model) is not None:
         missing = {path: part for path, part in portions.items() if not is_whole(path)}
-        work = _capturing_all(model, missing, heads, info.settings, batch_size)
+        work = _streamed_capture(model, missing, heads, info.settings, batch_size)
         run_measurement(model, work, progress=progress)
     else:
         paths = list(portions)
@@ -263,14 +263,14 @@ def _rows(
         yield kind, rows
 
 
-def _capturing_all(
+def _streamed_capture(
     model: PreTrainedModel,
     portions: dict[Path, tuple[int, list[list[int]]]],
     heads: list[Head],
     settings: CaptureSettings,
     batch_size: int,
 ) -> Measurement[None]:
-    """The same for all portions of a streamed model, one layer after the other.
+    """Capture all portions of a streamed model, one layer after the other.
 
     A portion's vectors of a layer are written as soon as its last batch has gone through.
     """
@@ -281,7 +281,7 @@ def _capturing_all(
         for batch in batches(encoded, batch_size)
     ]
     last = {path: number for number, (path, _, _) in enumerate(work)}
-    hidden = _hides_vectors(model, settings.pre_rope)
+    hidden = _needs_unrotated(model, settings.pre_rope)
     waiting: dict[Kind, list[Rows]] = {"q": [], "k": []}
 
     def take(number: int, layer: int | None, found: tuple[Tensor, Tensor] | None) -> None:
@@ -335,18 +335,18 @@ def _vectors(
 
     device, length = device_of(model), ids.shape[1]
     with torch.inference_mode(), tapped(model, read):
-        if not _hides_vectors(model, pre_rope):
+        if not _needs_unrotated(model, pre_rope):
             backbone_of(model)(input_ids=ids.to(device), use_cache=False)
             return seen
-        heard: list[tuple[int, Tensor, Tensor]] = []
+        unrotated: list[tuple[int, Tensor, Tensor]] = []
         padded = _padded(model, ids).to(device)
-        with before_rotation(model, layers, lambda *one: heard.append(one)):
+        with before_rotation(model, layers, lambda *one: unrotated.append(one)):
             backbone_of(model)(input_ids=padded, use_cache=False)
-    return [(n, q[:, :, :length], k[:, :, :length]) for n, q, k in heard]
+    return [(n, q[:, :, :length], k[:, :, :length]) for n, q, k in unrotated]
 
 
-def _hides_vectors(model: PreTrainedModel, pre_rope: bool) -> bool:
-    """Whether what is wanted is to be heard before RoPE, which the tap does not show."""
+def _needs_unrotated(model: PreTrainedModel, pre_rope: bool) -> bool:
+    """Whether vectors are read before RoPE, by a hook of their own: the tap shows them after it."""
     wanted = pre_rope and positions_of(model) == "rope"
     if wanted:
         require_unrotated(model)

@@ -66,10 +66,10 @@ def is_whole(portion: Path) -> bool:
 
 def require_whole(folder: Path, info: CaptureInfo) -> None:
     """Refuse a finished capture that has lost a file, or holds a damaged one."""
-    for name, told in info.checksums.items():
+    for name, checksum in info.checksums.items():
         require_same(
             file_checksum(folder / name / DATA),
-            told,
+            checksum,
             folder / name / DATA,
             "put an undamaged copy back, or delete the folder and capture again",
         )

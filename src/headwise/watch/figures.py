@@ -20,7 +20,7 @@ from headwise.drawing import (
 from headwise.heads import Head
 from headwise.watch.film import Film
 
-_NAMED = 6  # heads of the trajectories that are told by name
+_NAMED = 6  # heads of the trajectories that the legend names
 
 
 def film_figures(film: Film, out: Path) -> list[Path]:

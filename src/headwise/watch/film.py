@@ -2,7 +2,7 @@
 
 One line of `watch.jsonl` is one reading: every head's measures after so many steps, which heads
 count as sick then, and the alarms raised at that step. Lines are appended and flushed to disk, so a
-killed run leaves at most one half line, which `Film.open` cuts off. No torch.
+killed run leaves at most one half line, which `resumed_film` cuts off. No torch.
 """
 
 from __future__ import annotations
@@ -90,8 +90,9 @@ class WatchSettings:
     @property
     def identity(self) -> str:
         """A hash of what decides the film's numbers; the weights do not, they are trained."""
-        told = [self.model.shape, self.provenance.texts, self.provenance.settings, self.thresholds]
-        return content_hash([to_json(to_plain(told))])
+        measured = self.provenance
+        parts = [self.model.shape, measured.texts, measured.settings, self.thresholds]
+        return content_hash([to_json(to_plain(parts))])
 
     def reading(self, step: int, maps: Mapping[str, np.ndarray]) -> Reading:
         """A reading with its sick heads named."""
@@ -186,10 +187,10 @@ class Film:
     def _repr_html_(self) -> str:
         from headwise.diagnosis.view import grid_html
 
-        told = (
-            f"step {self.steps[-1]}, {len(self.alarms)} alarms" if self.readings else "no reading"
-        )
-        return f"<p>{told}</p>" + (grid_html(self.diagnosis()) if self.readings else "")
+        if not self.readings:
+            return "<p>no reading</p>"
+        line = f"step {self.steps[-1]}, {len(self.alarms)} alarms"
+        return f"<p>{line}</p>" + grid_html(self.diagnosis())
 
     @staticmethod
     def load(folder: Path | str) -> Film:

@@ -38,7 +38,7 @@ from headwise.watch.film import FILM, WATCH, Film, WatchSettings, add_reading, o
 from headwise.watch.overhead import Overhead
 from headwise.watch.probe import bare, encode_probe, read_heads, undisturbed
 from headwise.watch.settings import ProbeSettings
-from headwise.watch.trackers import tell, trainer_trackers
+from headwise.watch.trackers import log_reading, trainer_trackers
 from headwise.watch.trend import RULES, HeadAlarm, TrendRule
 
 MOST_TEXTS, LENGTH = 8, 128
@@ -224,7 +224,7 @@ class HeadWatch(TrainerCallback):
             self._film = add_reading(self.out, self._film, step, maps)
             reading = self._film.readings[-1]
             for tracker in self.trackers:
-                tell(tracker, reading)
+                log_reading(tracker, reading)
         self.overhead.readings += 1
         for alarm in reading.alarms:
             _log.warning("%s", alarm.alarm)

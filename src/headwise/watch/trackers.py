@@ -1,4 +1,4 @@
-"""What a reading tells a tracker: scalars, the head grid as a picture, and histograms.
+"""What is logged of a reading: scalars, the head grid as a picture, and histograms.
 
 Three kinds of tracker are known by what they can do: a TensorBoard `SummaryWriter`, and the `log`
 of Weights & Biases and of Trackio (their module or their run). Accelerate's trackers are unwrapped.
@@ -33,24 +33,24 @@ def head_picture(reading: Reading) -> UInt8[np.ndarray, "height width 3"]:
     return np.asarray(whole.astype(np.uint8))
 
 
-def tell(tracker: Any, reading: Reading) -> None:
-    """Send one reading to one tracker."""
+def log_reading(tracker: Any, reading: Reading) -> None:
+    """Log one reading in one tracker."""
     if hasattr(tracker, "add_scalar"):
-        return _tell_tensorboard(tracker, reading)
+        return _log_to_tensorboard(tracker, reading)
     library = type(tracker).__module__.partition(".")[0]
     if library == "module":  # wandb or trackio itself
         library = tracker.__name__
     if library == "accelerate":
-        return tell(tracker.tracker, reading)
+        return log_reading(tracker.tracker, reading)
     if library in ("wandb", "trackio"):
-        return _tell_run(tracker, sys.modules[library], reading)
+        return _log_to_run(tracker, sys.modules[library], reading)
     raise HeadwiseError(
         f"{type(tracker).__name__} is no tracker that is known",
         fix="pass a TensorBoard SummaryWriter, a wandb run or a trackio run",
     )
 
 
-def _tell_tensorboard(writer: Any, reading: Reading) -> None:
+def _log_to_tensorboard(writer: Any, reading: Reading) -> None:
     for name, value in reading.scalars.items():
         writer.add_scalar(f"{PREFIX}/{name}", value, reading.step)
     picture = head_picture(reading)
@@ -62,7 +62,7 @@ def _tell_tensorboard(writer: Any, reading: Reading) -> None:
     writer.flush()
 
 
-def _tell_run(run: Any, library: Any, reading: Reading) -> None:
+def _log_to_run(run: Any, library: Any, reading: Reading) -> None:
     """One log call; the step is a field, as transformers' own callbacks have it."""
     values: dict[str, object] = {f"{PREFIX}/{n}": v for n, v in reading.scalars.items()}
     values[f"{PREFIX}/grid"] = library.Image(head_picture(reading))
