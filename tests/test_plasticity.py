@@ -18,7 +18,6 @@ from scipy.stats import norm
 from headwise.artefacts import load_artefact, save_artefact
 from headwise.errors import ArtefactError, SettingsError
 from headwise.models.values import ModelInfo
-from headwise.plasticity.capture_info import CaptureInfo
 from headwise.plasticity.head_group import analyse_group
 from headwise.plasticity.normality import describe_sample, ks_distance, lilliefors_p_values
 from headwise.plasticity.query_model import reflect_onto, reflection_axis, reflection_matrix
@@ -27,6 +26,7 @@ from headwise.plasticity.run import load_settings, measure_plasticity
 from headwise.plasticity.settings import CaptureSettings, PlasticitySettings
 from headwise.plasticity.tally import fifth_means
 from headwise.plasticity.values import (
+    CaptureInfo,
     Cell,
     HeadFailure,
     HeadRecord,

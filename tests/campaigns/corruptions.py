@@ -24,12 +24,11 @@ from headwise.errors import HeadwiseError
 from headwise.integrity.checksums import file_checksum
 from headwise.models.patch import Patch
 from headwise.models.tensor_files import read_safetensors
-from headwise.plasticity.capture_info import CaptureInfo
 from headwise.plasticity.head_group import analyse_group
 from headwise.plasticity.reader import find_heads, group_heads
 from headwise.plasticity.run import HeadFailure
 from headwise.plasticity.settings import PlasticitySettings
-from headwise.plasticity.values import HeadRecord, PlasticitySummary
+from headwise.plasticity.values import CaptureInfo, HeadRecord, PlasticitySummary
 from headwise.plasticity.writer import is_whole
 from headwise.proof.comparison import Comparison
 from headwise.proof.completed_texts import Completions

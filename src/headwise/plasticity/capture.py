@@ -43,8 +43,8 @@ from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.patch import Patch, applied
 from headwise.models.stored_weights import stored_weights
 from headwise.plasticity.buckets import Buckets
-from headwise.plasticity.capture_info import FILE, CaptureInfo
 from headwise.plasticity.settings import CaptureSettings
+from headwise.plasticity.values import CAPTURE, CaptureInfo
 from headwise.plasticity.writer import (
     DATA,
     Rows,
@@ -195,7 +195,7 @@ def _capture_point(positions: str, pre_rope: bool) -> str:
 
 def _finished(folder: Path, info: CaptureInfo, resume: bool) -> CaptureInfo | None:
     """A finished capture with these settings, if that is what is here; others are refused."""
-    if not (folder / FILE).exists():
+    if not (folder / CAPTURE).exists():
         return None
     before = CaptureInfo.load(folder)
     same = before.same_work(info)

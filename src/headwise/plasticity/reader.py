@@ -27,7 +27,7 @@ from headwise.artefacts import is_there
 from headwise.errors import ArtefactError, SettingsError
 from headwise.heads import Head
 from headwise.integrity.checksums import file_checksum, require_same
-from headwise.plasticity.capture_info import FILE as CAPTURE, CaptureInfo
+from headwise.plasticity.values import CAPTURE, CaptureInfo
 
 FILE = "data.parquet"
 

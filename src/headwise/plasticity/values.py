@@ -1,4 +1,4 @@
-"""Saved values of plasticity: the record of each measured head, and the summary of a run.
+"""Saved values: what a capture holds, the record of each measured head, the summary of a run.
 
 Tables made from fresh and from resumed heads are the same bytes because both are made from the
 records. A number that is not defined is None here (null in JSON, an empty field in CSV); in the
@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from headwise.artefacts import load_artefact, save_artefact
 from headwise.errors import ArtefactError
-from headwise.plasticity.settings import PlasticitySettings
-from headwise.values import from_plain, to_plain
+from headwise.models.values import ModelInfo
+from headwise.plasticity.settings import CaptureSettings, PlasticitySettings
+from headwise.provenance import TextInfo
+from headwise.values import OMITTED, from_plain, to_plain
 
 HeadGrid = tuple[tuple[float | None, ...], ...]  # [layer][head]; None where nothing was measured
 
-FILE = "plasticity.json"
+CAPTURE, FILE = "capture.json", "plasticity.json"
 
 # A map of the summary -> the column of the head table that it shows.
 MAPS = {
@@ -36,6 +38,44 @@ MAPS = {
 # Where and how the work was done: no part of what two runs must have in common.
 _NOT_SAVED = {"dataset_local_root", "max_workers", "backend", "scheduler"}
 _MAY_DIFFER = {*_NOT_SAVED, "model_dir", "dataset_name", "revision"}
+
+
+@dataclass(frozen=True)
+class CaptureInfo:
+    """One capture: of what, how, and how far it has come."""
+
+    model: ModelInfo
+    texts: TextInfo
+    settings: CaptureSettings
+    heads: tuple[str, ...]
+    capture_point: str
+    note: str
+    versions: dict[str, str]
+    head_sampling: Literal["selection"] | None = field(default=None, metadata=OMITTED)
+    rows: dict[str, int] = field(default_factory=dict, repr=False)  # `l00h00q` -> rows
+    # `l00h00q` -> of its Parquet file
+    checksums: dict[str, str] = field(default_factory=dict, repr=False)
+    finished: bool = False
+    folder: Path | None = field(default=None, metadata=OMITTED, compare=False)  # not written
+
+    def same_work(self, other: CaptureInfo) -> bool:
+        """Whether both would write the same vectors; progress and versions do not count."""
+        mine, yours = (
+            replace(info, versions={}, rows={}, checksums={}, finished=False)
+            for info in (self, other)
+        )
+        return mine == yours
+
+    def save(self, folder: Path) -> Path:
+        """Write `capture.json`."""
+        return save_artefact(folder / CAPTURE, "capture", to_plain(replace(self, folder=None)))
+
+    @staticmethod
+    def load(folder: Path) -> CaptureInfo:
+        """Read `capture.json`; a damaged one is an `ArtefactError`."""
+        path = folder / CAPTURE
+        info: CaptureInfo = from_plain(CaptureInfo, load_artefact(path, "capture"), path)
+        return replace(info, folder=folder)
 
 
 class Cell(NamedTuple):

@@ -23,7 +23,7 @@ from headwise.integrity.checksums import file_checksum, require_same
 from headwise.models.architectures import Geometry
 from headwise.models.tensor_files import verified_metadata, write_safetensors
 from headwise.plasticity.buckets import Buckets
-from headwise.plasticity.capture_info import CaptureInfo
+from headwise.plasticity.values import CaptureInfo
 
 DATA, DONE = "data.parquet", "done"  # of a head; the list of a finished portion's files
 Rows = tuple[int, np.ndarray, np.ndarray]  # a text, its kept positions, (head, position, dim)
