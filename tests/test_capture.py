@@ -269,22 +269,22 @@ def test_a_killed_capture_goes_on_where_it_stopped(speaker, tmp_path, monkeypatc
     class Killed(Exception):
         pass
 
-    def dying(model, encoded, first, path, *rest):
+    def dying(model, portion, path, *rest):
         if len(calls) == done_portions:
-            real(model, encoded, first, path, *rest)
+            real(model, portion, path, *rest)
             (path / "done").unlink()  # killed before the marker
             raise Killed
-        calls.append(first)
-        real(model, encoded, first, path, *rest)
+        calls.append(portion[0])
+        real(model, portion, path, *rest)
 
     monkeypatch.setattr(capture, "_capture_portion", dying)
     with pytest.raises(Killed):
         captured(speaker, tmp_path / "killed")
     resumed = []
 
-    def counting(model, encoded, first, path, *rest):
-        resumed.append(first)
-        real(model, encoded, first, path, *rest)
+    def counting(model, portion, path, *rest):
+        resumed.append(portion[0])
+        real(model, portion, path, *rest)
 
     monkeypatch.setattr(capture, "_capture_portion", counting)
     with pytest.raises(ArtefactError, match="there is a capture here already"):
