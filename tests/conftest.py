@@ -72,7 +72,8 @@ def tiny_language_model(name: str = "llama", **extra):
     """A tiny model of one row with the vocabulary of `tiny_tokenizer`."""
     family, row = (TINY | MORE)[name]
     vocabulary = {"vocab_size": len(tiny_tokenizer())}
-    return sharp_model(AutoConfig.for_model(family, **{**_COMMON, **row, **vocabulary, **extra}))
+    config = AutoConfig.for_model(family, **{**_COMMON, **row, **vocabulary, **extra})
+    return sharp_model(config, sharpen=SOFT.get(name, 20.0))
 
 
 @pytest.fixture(scope="session", params=sorted(TINY))

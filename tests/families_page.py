@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections import defaultdict
 from pathlib import Path
 
 # ruff: noqa: E501
 from headwise.models.families import ARCHITECTURES, NOT_SEPARABLE
-from tiny import COMMON, MORE, TINY, UNEVEN
+from tiny import COMMON, MORE, TINY
 
 PAGE = Path(__file__).parent.parent / "docs" / "families.md"
+OUTCOMES = Path(__file__).parent / "data" / "family_verbs.json"
 
 # config entries -> what they try
 SIGNS = {
@@ -72,10 +75,20 @@ Words: *latent*: queries, keys and values of a head are rows behind a shared com
 heads and belongs to none, so surgery leaves it alone. *Gate*: contributions are read behind it; its own weights belong
 to no slice. *Hybrid*: only some layers have attention; heads bear the model's own layer numbers. *Learned sink*: its share is a
 measure of its own (`learned_sink_share`) and counts with the first token's mass in the classes. MLP dormancy is counted
-where there is one MLP, not for experts. Diagnose, evaluate and capture work for every row.
+where there is one MLP, not for experts.
 
-| family | positions | tried | MLP dormancy | repair |
-|---|---|---|---|---|
+| family | positions | tried | MLP dormancy |
+|---|---|---|---|
+"""
+
+VERBS = """
+## Every verb on every family
+
+One tiny model of each family, every verb: it works (+) or is refused with the reason below the table; `make test-families`
+runs all of them and accepts nothing else. `release`, `centre` and `lora` are `repair --treatment release`, `--treatment centre`
+and `--mode lora`; `repair` is the surgery; `apply` is merged, undone and compared bit for bit; `--stream` is a diagnosis of a
+model that stays on disk. Refused families are not in the table.
+
 """
 
 REFUSED = """
@@ -124,6 +137,24 @@ def tried(family: str) -> str:
     return ", ".join(sorted(found)) or "plain"
 
 
+def verb_table() -> str:
+    """A row for each family, a column for each verb, and the reasons of refusals."""
+    known = json.loads(OUTCOMES.read_text())
+    verbs = list(next(iter(known.values()), {}))
+    reasons: dict[str, str] = {}
+    lines = [f"| family | {' | '.join(verbs)} |\n", "|---" * (len(verbs) + 1) + "|\n"]
+    for family, outcomes in known.items():
+        cells = []
+        for verb in verbs:
+            reason = outcomes[verb].replace(f"{family!r} ", "")
+            reason = re.sub(r"no tensor that is \S+", "no tensor of a name in the model", reason)
+            mark = reasons.setdefault(reason, str(len(reasons) + 1)) if reason != "works" else "+"
+            cells.append(mark)
+        lines.append(f"| {family} | {' | '.join(cells)} |\n")
+    lines.append("\n")
+    return "".join([*lines, *(f"{mark}. {reason}\n" for reason, mark in reasons.items())])
+
+
 def page() -> str:
     """The whole page."""
     lines = [HEAD.format(count=len(ARCHITECTURES))]
@@ -131,9 +162,8 @@ def page() -> str:
         row = ARCHITECTURES[family]
         positions = f"{row.positions} or alibi" if row.alibi_if else row.positions
         dormancy = "yes" if row.mlp_in else "-"
-        repair = "no: layers differ" if family in UNEVEN else "yes"
-        lines.append(f"| {family} | {positions} | {tried(family)} | {dormancy} | {repair} |\n")
-    lines.append(REFUSED)
+        lines.append(f"| {family} | {positions} | {tried(family)} | {dormancy} |\n")
+    lines += [VERBS, verb_table(), REFUSED]
     reasons = defaultdict(list)
     for family, reason in NOT_SEPARABLE.items():
         reasons[reason].append(family)

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import numpy as np
 import pytest
 import torch
@@ -21,6 +23,7 @@ from headwise.models.architectures import (
     attention_layers,
     backbone_of,
     geometry_of,
+    layers_of,
 )
 from headwise.texts.batches import batches
 from planned import ablate_sets
@@ -90,6 +93,18 @@ def test_heads_bear_the_models_own_layer_numbers(model):
     geometry = geometry_of(model)
     seen = measure_heads(model, batches(TEXTS[1:], 1))
     assert seen.values["entropy"].shape == (1, geometry.num_layers, geometry.num_heads)
+
+
+def test_a_row_knows_whether_its_layers_return_a_tuple(model):
+    returned = []
+    with ExitStack() as stack:
+        for layer in layers_of(model):
+            hook = layer.register_forward_hook(lambda _, inputs, output: returned.append(output))
+            stack.callback(hook.remove)
+        with torch.inference_mode():
+            model(torch.tensor([TEXTS[1]]), use_cache=False)
+    kinds = {isinstance(output, tuple) for output in returned}
+    assert kinds == {architecture_of(model).layer_returns_tuple}
 
 
 def test_only_uneven_layers_stand_in_the_way_of_surgery(model):

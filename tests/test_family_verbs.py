@@ -5,11 +5,15 @@ A few odd ones run always; the rest with `-m families`.
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from conftest import SENTENCES, tiny_language_model, tiny_tokenizer
+from family_verbs import DATA, outcomes
 from headwise import capture, compare, diagnose, evaluate, make_plan, repair
 from headwise.errors import ArtefactError
+from headwise.models.families import ARCHITECTURES
 from headwise.plasticity.settings import CaptureSettings
 from headwise.texts.text_sets import TextSet
 from planned import TINY_RECIPE, small_texts, weight_bits
@@ -48,6 +52,20 @@ def test_diagnose_plan_repair_evaluate_compare_and_capture(name, tmp_path):
     assert comparison.drift.operated.heads == 2
     assert before.heads.ablation_zero[f"L{layer}H0"].value is not None
     assert weight_bits(model) == bits
+
+
+FEW = {"recurrent_gemma", "falcon_h1", "deepseek_v3", "jamba", "dbrx"}  # each with its own way out
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        name if name in FEW else pytest.param(name, marks=pytest.mark.families)
+        for name in sorted(ARCHITECTURES)
+    ],
+)
+def test_every_verb_works_or_is_refused_with_the_reason_of_the_page(family):
+    assert outcomes(family) == json.loads(DATA.read_text())[family]
 
 
 def test_vectors_before_rope_are_refused_where_no_projection_gives_them(tmp_path):

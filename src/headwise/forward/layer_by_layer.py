@@ -110,7 +110,27 @@ def layer_at_hand(model: PreTrainedModel, layer: int) -> Iterator[None]:
 @torch.inference_mode()
 def first_state(model: PreTrainedModel, ids: Tensor) -> LayerInput:
     """What enters the first layer."""
-    return layer_input(model, ids, 0)
+    with _weights_where_they_run(model):
+        return layer_input(model, ids, 0)
+
+
+@contextmanager
+def _weights_where_they_run(model: PreTrainedModel) -> Iterator[None]:
+    """Refuse a family that reads a weight outside of the module that has it.
+
+    There accelerate's hooks do not bring it (dbrx's experts, the device of llama4's embedding).
+    """
+    try:
+        yield
+    except NotImplementedError as error:
+        if "meta tensor" not in str(error).lower():
+            raise
+        raise ModelError(
+            f"this {model.config.model_type!r} model cannot be streamed: its code reads weights "
+            "outside of the modules that hold them",
+            where=model.config._name_or_path or None,
+            fix="load it whole (without --stream), on a machine with memory for it",
+        ) from None
 
 
 @torch.inference_mode()
@@ -119,6 +139,7 @@ def through(
 ) -> LayerInput:
     """What one layer makes of hidden states; a reader may look and replace, None: its own code."""
     with ExitStack() as stack:
+        stack.enter_context(_weights_where_they_run(model))
         if reader is not None and layer in attention_layers(model):
             stack.enter_context(tapped(model, reader))
         return run_layer(model, ids, layer, hidden)

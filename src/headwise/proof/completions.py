@@ -115,22 +115,24 @@ def _sample(loaded: LoadedModel, prompts: Sequence[Prompt], sampling: Sampling) 
         torch.Generator().manual_seed(prompt_seed(p.text, sampling.seed)) for p in prompts
     ]
     positions = (mask.cumsum(1) - 1).clamp_min(0)
-    cache, produced = None, [[] for _ in prompts]  # type: ignore[var-annotated]
+    cache, cached, produced = None, True, [[] for _ in prompts]  # type: ignore[var-annotated]
     for _ in range(sampling.new_tokens):
         options = _position_options(model, positions)
         output = model(
-            input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **options
+            input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=cached, **options
         )
-        cache = output.past_key_values
+        cache = getattr(output, "past_key_values", None)
+        cached = cache is not None  # recurrent_gemma gives none: each step reads the whole text
         chosen = _draw(output.logits[:, -1].float().cpu(), sampling, generators)
         for row, token in enumerate(chosen.tolist()):
             if not (produced[row] and produced[row][-1] == eos):
                 produced[row].append(token)
         if all(tokens and tokens[-1] == eos for tokens in produced):
             break
-        ids = chosen.to(device)[:, None]
+        last, following = chosen.to(device)[:, None], positions[:, -1:] + 1
+        ids = last if cached else torch.cat([ids, last], 1)
+        positions = following if cached else torch.cat([positions, following], 1)
         mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
-        positions = positions[:, -1:] + 1
     return [str(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in produced]
 
 

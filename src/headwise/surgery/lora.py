@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from headwise.errors import HeadwiseError, ModelError
-from headwise.models.architectures import is_transposed, projection_name, projection_of
+from headwise.models.architectures import is_transposed, projection_name
 from headwise.models.families.architecture import Role
 from headwise.models.patch import Slice
 from headwise.models.slices import Span
@@ -56,7 +56,7 @@ class LoraAdapter:
                 lora_alpha=self.rank,
                 target_modules=self._names,
                 lora_dropout=0.0,
-                fan_in_fan_out=is_transposed(projection_of(self._model, 0, "o")),
+                fan_in_fan_out=is_transposed(self._model.get_submodule(self._names[0])),
             )
             inject_adapter_in_model(config, self._model)
         named = sorted(self._model.named_parameters())

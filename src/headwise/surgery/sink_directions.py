@@ -18,11 +18,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from headwise.errors import ModelError
 from headwise.forward.frozen import frozen
 from headwise.forward.tap import LayerAttention, tapped
 from headwise.heads import Head
 from headwise.models.architectures import (
     Geometry,
+    architecture_of,
     backbone_of,
     device_of,
     geometry_of,
@@ -54,6 +56,17 @@ def measure_directions(
 ) -> dict[int, LayerDirections]:
     """Directions of the chosen layers; the model is not changed."""
     geometry = geometry_of(model)
+    shapes = {geometry_of(model, layer) for layer in layers} | {geometry}
+    uneven = architecture_of(model).order == "latent" or geometry.key_dim != geometry.head_dim
+    uneven |= len(shapes) > 1
+    if layers and uneven:
+        raise ModelError(
+            f"sink directions of this {model.config.model_type!r} model cannot be measured: its "
+            "queries and keys are not as wide as its values, differ by layer, or share a part "
+            "between heads",
+            fix="choose a treatment that needs none, such as reinitialise; triage, release, centre "
+            "and evict do",
+        )
     sums = {layer: _Sums(geometry, model, layer) for layer in sorted(set(layers))}
     if not sums:
         return {}

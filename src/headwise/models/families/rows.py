@@ -173,7 +173,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "ernie4_5_moe": _EXPERTS,
     "exaone4": _LLAMA,
     "exaone_moe": _EXPERTS,
-    "falcon_h1": replace(_FEED_FORWARD, logits_times="lm_head_multiplier"),
+    "falcon_h1": replace(
+        _FEED_FORWARD, logits_times="lm_head_multiplier", layer_returns_tuple=True
+    ),
     "flint": _EXPERTS,
     "gemma3n_text": _CAPPED,
     "gemma4_text": _CAPPED,
@@ -199,6 +201,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         mlp_in=("mlp.c_fc",),
         mlp_out="mlp.c_proj",
         attention_call=gpt_neo_call,
+        layer_returns_tuple=True,
     ),
     "gpt_oss": _EXPERTS,
     "granite_swa": _DIVIDED,
