@@ -138,7 +138,7 @@ class _Sums:
             self._add_queries(output)
             self.leaf = output.detach().requires_grad_(True)
             torch.set_grad_enabled(True)  # until the tap has read this layer
-            return self.leaf
+            return self.leaf.clone()  # olmo clips its queries in place, and a leaf cannot be
 
         return keep
 
