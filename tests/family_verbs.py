@@ -24,13 +24,13 @@ from headwise import (
     repair,
     triage,
 )
-from headwise.diagnosis.triage_settings import TriageSettings
 from headwise.errors import HeadwiseError
 from headwise.models.families import ARCHITECTURES
 from headwise.plasticity.settings import CaptureSettings
 from headwise.proof.completed_texts import Prompt
 from headwise.proof.settings import Sampling
 from headwise.texts.text_sets import TextSet
+from headwise.triaging.settings import TriageSettings
 from planned import TINY_RECIPE, small_texts, weight_bits
 from tiny import MORE, TINY
 
