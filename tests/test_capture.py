@@ -310,9 +310,9 @@ def test_only_one_portion_of_texts_is_held_at_once(speaker, tmp_path, monkeypatc
     held = []
     real = capture._capture_portion
 
-    def watching(model, encoded, first, path, *rest):
-        held.append(len(encoded))
-        real(model, encoded, first, path, *rest)
+    def watching(model, portion, path, *rest):
+        held.append(len(portion[1]))
+        real(model, portion, path, *rest)
         assert (path / "done").exists()
 
     monkeypatch.setattr(capture, "_capture_portion", watching)
