@@ -59,10 +59,7 @@ def record_of(kind):
 
 def keywords(function):
     """Names and defaults, with settings values written out."""
-    names = {
-        "LoadedModel": headwise.LoadedModel,
-        "TextSet": headwise.TextSet,
-    }
+    names = {name: getattr(headwise, name) for name in headwise.__all__}
     kinds, found = get_type_hints(inspect.unwrap(function), localns=names), {}
     for name, parameter in inspect.signature(function).parameters.items():
         record = record_of(kinds.get(name))
