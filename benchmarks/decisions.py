@@ -101,10 +101,10 @@ def _measured(
 def _fixed(heads: tuple[Head, ...], costs: Costs, tokens: Tokens) -> Usefulness:
     """One look at all texts."""
     from headwise.proof.usefulness import Usefulness
-    from headwise.staged import Looks, Staged
+    from headwise.staged import Staged
 
     last = np.zeros(len(heads), dtype=int)
-    return Usefulness(heads, Staged(Looks((len(tokens),)), costs[:, None], tokens, last))
+    return Usefulness(heads, Staged((len(tokens),), costs[:, None], tokens, last))
 
 
 def _staged(heads: tuple[Head, ...], costs: Costs, tokens: Tokens) -> Usefulness:

@@ -27,7 +27,13 @@ from headwise.plasticity.values import (
     PlasticitySummary,
 )
 from headwise.proof.compare import Snapshot, compare
-from headwise.proof.completed_texts import Completion, Completions, Prompt, measure_text
+from headwise.proof.completed_texts import (
+    Completion,
+    CompletionProvenance,
+    Completions,
+    Prompt,
+    measure_text,
+)
 from headwise.proof.evaluation import Evaluation
 from headwise.proof.settings import Sampling
 from headwise.proof.trajectories import run_maps
@@ -416,6 +422,7 @@ def write_completions(out: Path, arms: list[str]) -> None:
         rows = []
         for i, prompt in enumerate(prompts):
             text = EVIL if (name, i) == (arms[0], 0) else texts[i] + f" ({name})"
-            rows.append(Completion(prompt, text, measure_text(text, prompt)))
+            measures = measure_text(text, prompt)
+            rows.append(Completion(prompt.text, prompt.category, text, measures))
         conditions[name] = rows
-    Completions(conditions, Sampling()).save(out / "completions.json")
+    Completions(conditions, Sampling(), CompletionProvenance()).save(out / "completions.json")

@@ -16,9 +16,9 @@ from headwise.proof.completed_texts import (
     Prompt,
     bundled_prompts,
     guess_language,
+    mean_measures,
     measure_text,
     read_prompts,
-    summarise,
 )
 from headwise.proof.completions import complete, complete_prompts, prompt_seed
 from headwise.proof.lm_eval import run_tasks
@@ -44,7 +44,7 @@ def speaker(request):
 
 def texts(model, tokenizer, prompts=PROMPTS, sampling=SAMPLING, **options):
     rows = complete_prompts(LoadedModel("tiny", model, tokenizer), prompts, sampling, **options)
-    return [row.text for row in rows]
+    return [row.completion for row in rows]
 
 
 def test_completions_do_not_depend_on_batch_or_neighbours(speaker, tokenizer):
@@ -156,10 +156,10 @@ def test_a_change_of_language_is_seen():
 
 def test_summaries_are_means_for_all_and_by_category():
     rows = [
-        Completion(Prompt("the", name), text, measure_text(text, Prompt("the")))
+        Completion("the", name, text, measure_text(text, Prompt("the")))
         for name, text in (("a", "one two"), ("a", "one"), ("b", "one two three four"))
     ]
-    found = summarise(rows)
+    found = mean_measures(rows)
     assert found["all"]["words"] == pytest.approx(7 / 3)
     assert (found["a"]["words"], found["b"]["words"]) == (1.5, 4)
 

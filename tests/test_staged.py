@@ -11,10 +11,10 @@ from headwise.heads import Head, all_heads
 from headwise.proof.usefulness import Usefulness, judge_heads
 from headwise.staged import (
     ERROR,
-    Looks,
     Staged,
     discoveries,
     document_order,
+    error_shares,
     in_stages,
     looks_at,
     student_interval,
@@ -33,16 +33,16 @@ def skewed(generator, shape):
 
 def peeked(looks, deltas, tokens):
     """Rows that were looked at every time."""
-    last = np.full(len(deltas), len(looks.sizes) - 1)
+    last = np.full(len(deltas), len(looks) - 1)
     return Staged(looks, deltas[:, None], tokens, last)
 
 
 def test_every_look_spends_the_share_of_its_documents_and_all_of_them_the_error():
-    assert looks_at(64).sizes == (6, 8, 11, 15, 20, 27, 36, 48, 64)
-    assert looks_at(64).shares == pytest.approx(np.array([6, 2, 3, 4, 5, 7, 9, 12, 16]) / 64)
-    assert looks_at(12).sizes == (6, 9, 12)
-    assert looks_at(5).sizes == (5,)
-    assert sum(looks_at(100).shares) == pytest.approx(1)
+    assert looks_at(64) == (6, 8, 11, 15, 20, 27, 36, 48, 64)
+    assert error_shares(looks_at(64)) == pytest.approx(np.array([6, 2, 3, 4, 5, 7, 9, 12, 16]) / 64)
+    assert looks_at(12) == (6, 9, 12)
+    assert looks_at(5) == (5,)
+    assert sum(error_shares(looks_at(100))) == pytest.approx(1)
 
 
 def test_an_interval_that_is_looked_at_every_time_still_misses_one_time_in_twenty():
@@ -53,7 +53,7 @@ def test_an_interval_that_is_looked_at_every_time_still_misses_one_time_in_twent
         sums = skewed(generator, DOCUMENTS)
         missed += any(
             not (i.low <= 0 <= i.high)
-            for size, share in zip(looks.sizes, looks.shares, strict=True)
+            for size, share in zip(looks, error_shares(looks), strict=True)
             for i in [student_interval(sums[:size], tokens[:size], ERROR * share)]
         )
     assert missed / 1000 <= 0.06
@@ -76,7 +76,7 @@ def fast_p_values(looks, deltas, tokens):
     from scipy.stats import t as student
 
     found = np.ones(len(deltas))
-    for size, share in zip(looks.sizes, looks.shares, strict=True):
+    for size, share in zip(looks, error_shares(looks), strict=True):
         d, n = deltas[:, :size], tokens[:size]
         ratio = d.sum(1) / n.sum()
         power = np.square(d - ratio[:, None] * n).sum(1) * size / (size - 1)
@@ -122,7 +122,7 @@ def test_decided_rows_are_measured_no_further():
         return np.ones((len(rows), 1, len(documents)))
 
     found = in_stages(
-        Looks((2, 4, 8)),
+        (2, 4, 8),
         np.ones(8, dtype=int),
         (3, 1),
         measure,
@@ -181,6 +181,6 @@ def test_a_head_is_called_not_useful_only_if_more_than_the_negligible_is_ruled_o
     tokens = np.full(8, 200)
     noise = np.random.default_rng(0).normal(0, 1, 8)
     rows = np.stack([0.01 * noise, 10 * noise, 20 + noise])
-    staged = Staged(Looks((8,)), rows[:, None], tokens, np.zeros(3, dtype=int))
+    staged = Staged((8,), rows[:, None], tokens, np.zeros(3, dtype=int))
     heads = tuple(Head(0, i) for i in range(3))
     assert Usefulness(heads, staged).verdicts() == ["not useful", "undecided", "useful"]

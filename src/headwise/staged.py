@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from headwise.intervals import LEVEL, Interval
+from headwise.provenance import Decisions
 
 ERROR = 1 - LEVEL
 
@@ -38,21 +39,8 @@ METHOD = (
 )
 
 
-@dataclass(frozen=True)
-class Looks:
-    """After how many documents one looks, and how much of the error each look spends."""
-
-    sizes: tuple[int, ...]
-
-    @property
-    def shares(self) -> tuple[float, ...]:
-        """Each look's share of the error: its new documents among all."""
-        new = np.diff([0, *self.sizes])
-        return tuple(float(n / self.sizes[-1]) for n in new)
-
-
-def looks_at(documents: int, first: int = FIRST_LOOK) -> Looks:
-    """All documents at the last look, three quarters of them at the one before, and so on.
+def looks_at(documents: int, first: int = FIRST_LOOK) -> tuple[int, ...]:
+    """After how many documents one looks: all at the last look, three quarters at the one before.
 
     Looking that often costs some width of every interval and still ends sooner: 0.192 instead of
     0.202 of the fixed work on MiniMind2, same decisions (`python -m benchmarks decisions`).
@@ -60,7 +48,12 @@ def looks_at(documents: int, first: int = FIRST_LOOK) -> Looks:
     sizes = [documents]
     while (fewer := sizes[0] * 3 // 4) >= first:
         sizes.insert(0, fewer)
-    return Looks(tuple(sizes))
+    return tuple(sizes)
+
+
+def error_shares(looks: Sequence[int]) -> tuple[float, ...]:
+    """Each look's share of the error: its new documents among all."""
+    return tuple(float(new / looks[-1]) for new in np.diff([0, *looks]))
 
 
 def document_order(documents: int, seed: int) -> list[int]:
@@ -72,15 +65,20 @@ def document_order(documents: int, seed: int) -> list[int]:
 class Staged:
     """What was measured: changes of summed loss, of each row on the first so many documents."""
 
-    looks: Looks
+    looks: tuple[int, ...]  # documents at each look
     deltas: Float[np.ndarray, "row kind document"] = field(repr=False)  # in the order taken
     tokens: Int[np.ndarray, "document"] = field(repr=False)
     last_look: Int[np.ndarray, "row"] = field(repr=False)
 
     @property
+    def shares(self) -> tuple[float, ...]:
+        """Of the error of 5%, what each look spends."""
+        return error_shares(self.looks)
+
+    @property
     def documents(self) -> Int[np.ndarray, "row"]:
         """How many documents each row was measured on."""
-        sizes: Int[np.ndarray, "row"] = np.array(self.looks.sizes)[self.last_look]
+        sizes: Int[np.ndarray, "row"] = np.array(self.looks)[self.last_look]
         return sizes
 
     @property
@@ -91,9 +89,13 @@ class Staged:
         seen = np.cumsum(self.tokens)[self.documents - 1]
         return float(seen.mean() / self.tokens.sum())
 
+    def decisions(self) -> Decisions:
+        """How it was decided, for an artefact."""
+        return Decisions(METHOD, self.looks, self.shares, self.work)
+
     def interval(self, row: int, weights: Float[np.ndarray, "kind"]) -> Interval:
         """The interval of a combination of kinds at the row's last look."""
-        size, share = self.documents[row], self.looks.shares[self.last_look[row]]
+        size, share = self.documents[row], self.shares[self.last_look[row]]
         sums = weights @ self.deltas[row, :, :size]
         return student_interval(sums, self.tokens[:size], ERROR * share)
 
@@ -105,7 +107,7 @@ class Staged:
         """
         from scipy.stats import t as student  # late: slow to load
 
-        size, share = self.documents[row], self.looks.shares[-1]
+        size, share = self.documents[row], self.shares[-1]
         value, deviation = _ratio(self.deltas[row, 0, :size], self.tokens[:size])
         seen = self.tokens[:size].sum() / self.tokens.sum()
         half = float(student.ppf(1 - ERROR * share / 2, len(self.tokens) - 1))
@@ -118,7 +120,7 @@ class Staged:
     def p_value(self, row: int, weights: Float[np.ndarray, "kind"]) -> float:
         """Evidence against no change, whichever look one stops at."""
         sums = weights @ self.deltas[row]
-        looks = zip(self.looks.sizes, self.looks.shares, strict=True)
+        looks = zip(self.looks, self.shares, strict=True)
         seen = [
             student_p(sums[:size], self.tokens[:size]) / share
             for look, (size, share) in enumerate(looks)
@@ -169,7 +171,7 @@ Undecided = Callable[[Staged], Bool[np.ndarray, "row"]]
 
 
 def in_stages(
-    looks: Looks,
+    looks: tuple[int, ...],
     tokens: Int[np.ndarray, "document"],
     shape: tuple[int, int],
     measure: Measure,
@@ -181,7 +183,7 @@ def in_stages(
     last = np.zeros(rows, dtype=int)
     found = Staged(looks, deltas, tokens, last)
     open_rows, start = np.arange(rows), 0
-    for look, size in enumerate(looks.sizes):
+    for look, size in enumerate(looks):
         if not len(open_rows):
             break
         documents = list(range(start, size))

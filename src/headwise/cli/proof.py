@@ -108,9 +108,9 @@ def _show_some(found: Completions) -> None:
 
     screen = console()
     for number in range(min(2, len(found.conditions["stock"]))):
-        screen.print(f"> {found.conditions['stock'][number].prompt.text[:76]}", markup=False)
+        screen.print(f"> {found.conditions['stock'][number].prompt[:76]}", markup=False)
         for name, rows in found.conditions.items():
-            text = " ".join(rows[number].text.split())
+            text = " ".join(rows[number].completion.split())
             screen.print(f"  {name}: {text}"[:80], style="dim", markup=False)
 
 

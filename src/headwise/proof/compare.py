@@ -22,7 +22,6 @@ from headwise.plasticity.values import PlasticitySummary, find_plasticity
 from headwise.proof.comparison import (
     Comparison,
     ComparisonProvenance,
-    ComparisonSettings,
     PairedLoss,
     PlasticityChange,
 )
@@ -134,7 +133,7 @@ def compare(
         recovery=None if after.evaluation is None else after.evaluation.recovery,
         provenance=ComparisonProvenance(
             versions(),
-            ComparisonSettings(seed),
+            {"seed": seed},
             before.diagnosis.provenance,
             after.diagnosis.provenance,
             compared_identity(before.evaluation, after.evaluation),

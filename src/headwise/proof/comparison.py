@@ -17,8 +17,8 @@ from headwise.frames import head_frame
 from headwise.intervals import Interval
 from headwise.models.values import ModelInfo
 from headwise.proof.evaluation import Recovery
-from headwise.proof.trajectories import ColumnTrend, TwoPhenomena
-from headwise.proof.zones import Drift, Transitions
+from headwise.proof.trajectories import ColumnTrend, Phase, PhaseMeans
+from headwise.proof.zones import DriftByZone, Transitions
 from headwise.provenance import Provenance
 from headwise.surgery.plan import SurgeryPlan
 from headwise.tables import tables_html
@@ -49,18 +49,11 @@ class PlasticityChange:
 
 
 @dataclass(frozen=True)
-class ComparisonSettings:
-    """What decides the intervals."""
-
-    seed: int = 0
-
-
-@dataclass(frozen=True)
 class ComparisonProvenance:
     """Versions, settings, and what produced both sides."""
 
     versions: Mapping[str, str]
-    settings: ComparisonSettings
+    settings: Mapping[str, int]  # `seed`, which decides the intervals
     before: Provenance
     after: Provenance
     identity: str = ""  # of the two evaluations that were compared
@@ -75,11 +68,11 @@ class Comparison:
     model: ModelInfo
     plan: SurgeryPlan | None = field(repr=False)
     transitions: Transitions = field(repr=False)
-    drift: Drift = field(repr=False)
+    drift: DriftByZone = field(repr=False)
     delta: Mapping[str, HeadArray] = field(repr=False)
     columns: Mapping[str, ColumnTrend] = field(repr=False)
     trajectories: Mapping[str, str] = field(repr=False)
-    two_phenomena: TwoPhenomena | None = field(repr=False)
+    two_phenomena: Mapping[Phase, PhaseMeans] | None = field(repr=False)
     plasticity: PlasticityChange | None = field(repr=False)
     losses: Mapping[str, PairedLoss]
     recovery: Recovery | None

@@ -10,9 +10,11 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
 
 from headwise.alarms import Alarm
 from headwise.artefacts import load_artefact, save_artefact, versions
@@ -32,17 +34,9 @@ PROMPTS = DATA / "prompts" / "completions.jsonl"
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt and what kind of text it asks for."""
+    """One prompt and what kind of text it asks for; a line of a .jsonl file calls it `prompt`."""
 
-    text: str
-    category: str = "given"
-
-
-@dataclass(frozen=True)
-class _PromptRow:
-    """A line of a file of prompts."""
-
-    prompt: str
+    text: Annotated[str, Field(alias="prompt")]
     category: str = "given"
 
 
@@ -62,8 +56,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     if path.suffix != ".jsonl":
         return [Prompt(line) for line in lines]
     try:
-        rows = [from_plain(_PromptRow, json.loads(line), path) for line in lines]
-        return [Prompt(row.prompt, row.category) for row in rows]
+        return [from_plain(Prompt, json.loads(line), path) for line in lines]
     except (ValueError, RecursionError, ArtefactError) as error:
         raise TextError(
             f"not one JSON object with a `prompt` a line ({str(error)[:200]})",
@@ -99,20 +92,12 @@ _AVERAGED = (
 
 @dataclass(frozen=True)
 class Completion:
-    """One prompt, what the model made of it, and the measures of that."""
+    """One prompt with its category, how the model completes it, and the measures of that."""
 
-    prompt: Prompt
-    text: str
+    prompt: str
+    category: str
+    completion: str
     measures: TextMeasures
-
-    def to_json(self) -> dict[str, Any]:
-        """One row of a condition."""
-        return {
-            "prompt": self.prompt.text,
-            "category": self.prompt.category,
-            "completion": self.text,
-            "measures": asdict(self.measures),
-        }
 
 
 @dataclass(frozen=True)
@@ -131,13 +116,13 @@ class Completions:
 
     conditions: Mapping[str, Sequence[Completion]] = field(repr=False)
     sampling: Sampling
-    provenance: CompletionProvenance = field(default_factory=CompletionProvenance, repr=False)
+    provenance: CompletionProvenance = field(repr=False)
 
     @property
     def alarms(self) -> tuple[Alarm, ...]:
         """Conditions that end some prompts at once, without a word."""
         empty = {
-            name: sum(not row.text.strip() for row in rows)
+            name: sum(not row.completion.strip() for row in rows)
             for name, rows in self.conditions.items()
         }
         return tuple(
@@ -151,14 +136,19 @@ class Completions:
 
     def summary(self) -> dict[str, dict[str, dict[str, float]]]:
         """Means of the measures by condition: over all prompts, and by category."""
-        return {name: summarise(rows) for name, rows in self.conditions.items()}
+        return {name: mean_measures(rows) for name, rows in self.conditions.items()}
 
     def to_frame(self) -> pd.DataFrame:
         """One row per prompt and condition (needs pandas)."""
         return frame(
             [
-                {"condition": name, **plain_fields(row.prompt), "completion": row.text}
-                | plain_fields(row.measures)
+                {
+                    "condition": name,
+                    "text": row.prompt,
+                    "category": row.category,
+                    "completion": row.completion,
+                    **plain_fields(row.measures),
+                }
                 for name, rows in self.conditions.items()
                 for row in rows
             ]
@@ -171,47 +161,13 @@ class Completions:
 
     def save(self, path: Path) -> Path:
         """Write `completions.json`."""
-        conditions = {
-            name: [row.to_json() for row in rows] for name, rows in self.conditions.items()
-        }
-        body = {
-            "conditions": conditions,
-            "summary": self.summary(),
-            "sampling": asdict(self.sampling),
-            "provenance": to_plain(self.provenance),
-            "alarms": to_plain(self.alarms),
-        }
-        return save_artefact(path, "completions", body)
+        derived = {"summary": self.summary(), "alarms": to_plain(self.alarms)}
+        return save_artefact(path, "completions", {**plain_fields(self), **derived})
 
     @staticmethod
     def load(path: Path) -> Completions:
         """Read `completions.json`."""
-        body = load_artefact(path, "completions")
-        saved = from_plain(_Saved, body, path)
-        conditions = {
-            name: [row.value() for row in rows] for name, rows in saved.conditions.items()
-        }
-        return Completions(conditions, saved.sampling, saved.provenance)
-
-
-@dataclass(frozen=True)
-class _SavedRow:
-    prompt: str
-    category: str
-    completion: str
-    measures: TextMeasures
-
-    def value(self) -> Completion:
-        return Completion(Prompt(self.prompt, self.category), self.completion, self.measures)
-
-
-@dataclass(frozen=True)
-class _Saved:
-    """`completions.json` as it lies on disk."""
-
-    conditions: Mapping[str, tuple[_SavedRow, ...]]
-    sampling: Sampling
-    provenance: CompletionProvenance
+        return from_plain(Completions, load_artefact(path, "completions"), path)
 
 
 _STOPWORDS = {
@@ -249,22 +205,22 @@ def _distinct(words: list[str], n: int) -> float:
 def guess_language(text: str) -> str | None:
     """English, French or Spanish by function words; None if they do not tell."""
     words = Counter(re.findall(r"\w+", text.lower()))
-    scores = {name: sum(words[w] for w in found) for name, found in _STOPWORDS.items()}
+    scores = {name: sum(words[w] for w in common) for name, common in _STOPWORDS.items()}
     best = max(scores, key=lambda name: scores[name])
     rivals = sorted(scores.values())
     return best if rivals[-1] > rivals[-2] else None
 
 
-def summarise(rows: Sequence[Completion]) -> dict[str, dict[str, float]]:
+def mean_measures(rows: Sequence[Completion]) -> dict[str, dict[str, float]]:
     """Means of the measures over prompts, for all and for each category."""
     groups = {"all": [row.measures for row in rows]}
     for row in rows:
-        groups.setdefault(row.prompt.category, []).append(row.measures)
+        groups.setdefault(row.category, []).append(row.measures)
     return {
-        group: {
-            name: sum(float(getattr(m, name)) for m in found) / len(found) for name in _AVERAGED
+        category: {
+            name: sum(float(getattr(m, name)) for m in group) / len(group) for name in _AVERAGED
         }
-        for group, found in groups.items()
+        for category, group in groups.items()
     }
 
 

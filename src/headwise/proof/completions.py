@@ -94,7 +94,8 @@ def complete_prompts(
         part = prompts[start : start + batch_size]
         texts = _sample(loaded, part, sampling)
         for prompt, text in zip(part, texts, strict=True):
-            rows.append(Completion(prompt, text, measure_text(text, prompt)))
+            measures = measure_text(text, prompt)
+            rows.append(Completion(prompt.text, prompt.category, text, measures))
     return rows
 
 

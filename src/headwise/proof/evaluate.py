@@ -458,7 +458,7 @@ def _staged_costs(
         single | zero,
         dict(judged.mean) | mean,
         _first_order(model, encoded, single, wanted.singles),
-        judged.decisions(),
+        judged.staged.decisions(),
     )
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from headwise.heads import heads_where
 from headwise.proof.zones import Map, Mask, Zones
 from headwise.surgery.run_state import read_maps
-from headwise.values import Finite
+from headwise.values import OMITTED, Finite
 
 TREND = 0.02  # the paper's rule for a column
 
@@ -26,42 +27,28 @@ class ColumnTrend:
     trend: str
 
 
+Phase = Literal["early", "late", "late_minus_early"]
+
+
 @dataclass(frozen=True)
 class PhaseMeans:
-    """Mean |change| of the heads that can move, at one step."""
-
-    step: int
-    outside: Finite | None
-    watched: Finite | None
-
-
-@dataclass(frozen=True)
-class PhaseChange:
-    """Late minus early."""
+    """Mean |change| of the heads that can move, at one step or from one step to a later one."""
 
     outside: Finite | None
     watched: Finite | None
-
-
-@dataclass(frozen=True)
-class TwoPhenomena:
-    """Early redistribution outside against later drift of watched heads, at matched steps."""
-
-    early: PhaseMeans
-    late: PhaseMeans
-    late_minus_early: PhaseChange
+    step: int | None = field(default=None, metadata=OMITTED)  # None: a difference of two steps
 
 
 def run_maps(run: Path, first: Path | None = None) -> list[tuple[int, Map]]:
     """The (step, first-token mass) maps of a run; step -1 from its `first` pass, if that is given.
 
-    A second pass starts from the patched model, and changes are told from the untouched one.
+    A second pass starts from the patched model, but changes are counted from the untouched one.
     """
     maps = read_maps(run)
     if first is not None:
-        start = [found for found in read_maps(first) if found.step < 0]
-        maps = start + [found for found in maps if found.step >= 0]
-    return [(found.step, np.array(found.first_token_mass, dtype=float)) for found in maps]
+        start = [one for one in read_maps(first) if one.step < 0]
+        maps = start + [one for one in maps if one.step >= 0]
+    return [(one.step, np.array(one.first_token_mass, dtype=float)) for one in maps]
 
 
 def step_deltas(maps: Sequence[tuple[int, Map]], stock: Map) -> list[tuple[int, Map]]:
@@ -120,21 +107,26 @@ def trajectory_shape(values: Sequence[float]) -> str:
     return "oscillating" if changes >= 2 else "mixed"
 
 
-def two_phenomena(deltas: Sequence[tuple[int, Map]], zones: Zones) -> TwoPhenomena | None:
-    """The means at a fifth of the checkpoints and at the last one; None of fewer than two."""
+def two_phenomena(
+    deltas: Sequence[tuple[int, Map]], zones: Zones
+) -> dict[Phase, PhaseMeans] | None:
+    """Early redistribution outside against later drift of watched heads, at matched steps.
+
+    The means at a fifth of the checkpoints and at the last one; None of fewer than two.
+    """
     if len(deltas) < 2:
         return None
     early, late = (_phase(step, d, zones) for step, d in (deltas[len(deltas) // 5], deltas[-1]))
-    change = PhaseChange(
+    change = PhaseMeans(
         _difference(late.outside, early.outside), _difference(late.watched, early.watched)
     )
-    return TwoPhenomena(early, late, change)
+    return {"early": early, "late": late, "late_minus_early": change}
 
 
 def _phase(step: int, delta: Map, zones: Zones) -> PhaseMeans:
     masks = [mask & zones.movable for mask in (zones.outside, zones.watched)]
     outside, watched = (float(np.abs(delta[m]).mean()) if m.any() else None for m in masks)
-    return PhaseMeans(int(step), outside, watched)
+    return PhaseMeans(outside, watched, int(step))
 
 
 def _difference(late: float | None, early: float | None) -> float | None:

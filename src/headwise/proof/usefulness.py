@@ -28,7 +28,6 @@ from headwise.staged import (
     ERROR,
     FIRST_LOOK,
     HOPE,
-    METHOD,
     Measure,
     Staged,
     discoveries,
@@ -97,11 +96,6 @@ class Usefulness:
             str(head): _named(head, self.cost(row), int(documents[row]), bool(useful[row]))
             for row, head in enumerate(self.heads)
         }
-
-    def decisions(self) -> Decisions:
-        """How it was decided."""
-        looks = self.staged.looks
-        return Decisions(METHOD, looks.sizes, looks.shares, self.staged.work)
 
 
 def _named(head: Head, cost: Interval, documents: int, useful: bool | None = None) -> HeadCost:

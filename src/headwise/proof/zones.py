@@ -127,7 +127,7 @@ class ZoneDrift:
 
 
 @dataclass(frozen=True)
-class Drift:
+class DriftByZone:
     """Drift of the three zones, with the heads that can move counted apart."""
 
     threshold: Finite
@@ -136,12 +136,11 @@ class Drift:
     outside: ZoneDrift
 
 
-def drift_by_zone(delta: Map, zones: Zones, layers: Sequence[int] | None = None) -> Drift:
+def drift_by_zone(delta: Map, zones: Zones, layers: Sequence[int] | None = None) -> DriftByZone:
     """For each zone: heads with |delta| > 0.05, mean and worst, with the movable heads apart."""
     numbers = range(len(delta)) if layers is None else layers
-    named = zones.named().items()
-    found = {name: _drift(delta, mask, zones.movable, numbers) for name, mask in named}
-    return Drift(DRIFT, **found)
+    masks = (zones.operated, zones.watched, zones.outside)
+    return DriftByZone(DRIFT, *(_drift(delta, mask, zones.movable, numbers) for mask in masks))
 
 
 def _drift(delta: Map, zone: Mask, movable: Mask, layers: Sequence[int]) -> ZoneDrift:

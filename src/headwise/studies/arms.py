@@ -76,7 +76,7 @@ def open_setting(study: Study, out: Path, progress: Progress = silent) -> StudyS
     return StudySetting(study, out, loaded, study.heldout_texts(), progress, fingerprint)
 
 
-def plans_of(study: Study, stock: Diagnosis) -> dict[str, SurgeryPlan]:
+def arm_plans(study: Study, stock: Diagnosis) -> dict[str, SurgeryPlan]:
     """The plan of every arm, before a seed is added to it."""
     return {arm.name: _plan(stock, arm.plan or study.plan) for arm in study.arms}
 

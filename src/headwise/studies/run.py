@@ -25,8 +25,8 @@ from headwise.proof.completions import complete
 from headwise.studies.arms import (
     StudySetting,
     arm_patches,
+    arm_plans,
     open_setting,
-    plans_of,
     stock_diagnosis,
     stock_evaluation,
 )
@@ -63,7 +63,7 @@ def _run_study(study: Study, out: Path, workers: Workers, progress: Progress) ->
     setting = open_setting(study, out, progress)
     stage(str(setting.loaded.first_token), progress)
     stock = stock_diagnosis(setting)
-    plans = plans_of(study, stock)
+    plans = arm_plans(study, stock)
     run_arms(setting, plans, stock_evaluation(setting, plans), workers)
     _complete(setting)
     summarise_study(out, study).save(out / "summary.json")

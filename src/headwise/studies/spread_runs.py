@@ -24,8 +24,8 @@ from headwise.progress import Progress, stage
 from headwise.proof.evaluation import Evaluation
 from headwise.studies.arms import (
     StudySetting,
+    arm_plans,
     open_setting,
-    plans_of,
     run_arm,
     run_folder,
     stock_diagnosis,
@@ -193,7 +193,7 @@ def _run(run: OneRun, progress: Progress) -> None:
     setting = StudySetting(
         held.study, held.out, held.loaded, held.heldout, progress, held.fingerprint, held.corpora
     )
-    plans = plans_of(setting.study, stock_diagnosis(setting))
+    plans = arm_plans(setting.study, stock_diagnosis(setting))
     before = stock_evaluation(setting, plans)
     (arm,) = [arm for arm in setting.study.arms if arm.name == run.arm]
     run_arm(setting, arm, run.seed, plans[arm.name], before)

@@ -18,6 +18,7 @@ from headwise.frames import frame
 from headwise.heads import JOINT
 from headwise.intervals import Interval, mean_interval
 from headwise.proof.evaluation import Evaluation, HeadCost, Recovery
+from headwise.provenance import Provenance
 from headwise.studies.study import Study
 from headwise.tables import table, tables_html
 from headwise.values import Finite, from_plain, plain_fields
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Difference:
+class ArmDifference:
     """Mean over seeds of the paired difference in loss, its interval, and one value per seed."""
 
     value: Finite
@@ -68,21 +69,14 @@ class ArmSummary:
 
 
 @dataclass(frozen=True)
-class SummaryProvenance:
-    """The versions that made it."""
-
-    versions: Mapping[str, str]
-
-
-@dataclass(frozen=True)
 class StudySummary:
     """`summary.json`: losses of every arm against stock and against each other, by text set."""
 
     study: str
     arms: Mapping[str, ArmSummary]
-    against_stock: Mapping[str, Mapping[str, Difference]]
-    between_arms: Mapping[str, Mapping[str, Difference]] = field(repr=False)
-    provenance: SummaryProvenance = field(repr=False)
+    against_stock: Mapping[str, Mapping[str, ArmDifference]]
+    between_arms: Mapping[str, Mapping[str, ArmDifference]] = field(repr=False)
+    provenance: Provenance = field(repr=False)
 
     def save(self, path: Path) -> Path:
         """Write `summary.json`."""
@@ -129,7 +123,7 @@ def summarise_study(out: Path, study: Study) -> StudySummary:
             name: {text: _difference(left, right, text) for text in stock.text_sets}
             for name, (left, right) in pairs.items()
         },
-        provenance=SummaryProvenance(versions()),
+        provenance=Provenance(versions=versions()),
     )
 
 
@@ -166,7 +160,7 @@ def _recovered(found: Recovery | None) -> RecoveredHeads | None:
     return RecoveredHeads(found.operated, found.not_sick, found.functional, found.exceptions)
 
 
-def _difference(left: list[Evaluation], right: list[Evaluation], text: str) -> Difference:
+def _difference(left: list[Evaluation], right: list[Evaluation], text: str) -> ArmDifference:
     """The interval is over documents.
 
     Arms with the same number of seeds are paired seed by seed (the same data in the same order);
@@ -179,7 +173,7 @@ def _difference(left: list[Evaluation], right: list[Evaluation], text: str) -> D
     interval = mean_interval(a.mean(0) - b.mean(0), tokens)
     means = b if len(a) == len(b) else b.mean(0, keepdims=True)
     seeds = (a.sum(1) - means.sum(1)) / tokens.sum()
-    return Difference(
+    return ArmDifference(
         interval.value,
         interval.low,
         interval.high,

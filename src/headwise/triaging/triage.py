@@ -28,10 +28,8 @@ from headwise.models.description import weight_fingerprint
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.patch import Patch
 from headwise.progress import Budget, Progress, Work, silent, unlimited
-from headwise.provenance import Decisions
 from headwise.settings import changed
 from headwise.staged import (
-    METHOD,
     Staged,
     discoveries,
     document_order,
@@ -344,6 +342,6 @@ def _provenance(
         bos=bos,
         dose=settings.dose,
         seed=settings.seed,
-        decisions=Decisions(METHOD, staged.looks.sizes, staged.looks.shares, staged.work),
+        decisions=staged.decisions(),
         versions=versions(),
     )
