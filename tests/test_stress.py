@@ -100,8 +100,7 @@ def smallest(**changes):
 
 
 def measured(model, encoded, batch_size=4):
-    found = batches(encoded, batch_size)
-    return measure_heads(model, found)
+    return measure_heads(model, batches(encoded, batch_size))
 
 
 @pytest.mark.parametrize("name", SMALL)

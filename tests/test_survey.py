@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from headwise.cli.show import head_grid
-from headwise.diagnosis.bloom_maps import STOCK_MAPS, bloom_slopes, published_diagnoses
+from headwise.diagnosis.bloom_maps import STOCK_MAPS, published_diagnoses, published_slopes
 from headwise.diagnosis.figures import diagnosis_figures, survey_panels
 from headwise.diagnosis.survey import (
     read_diagnoses,
@@ -88,8 +88,8 @@ def test_parameters_are_those_of_the_real_models(survey):
 
 
 def test_slopes_of_32_heads_come_in_the_papers_order():
-    assert bloom_slopes(16) == pytest.approx(2.0 ** (-np.arange(1, 17) / 2))
-    assert len(bloom_slopes(20)) == 20
+    assert published_slopes(16) == pytest.approx(2.0 ** (-np.arange(1, 17) / 2))
+    assert len(published_slopes(20)) == 20
 
 
 def test_the_survey_is_saved_with_its_figure(survey, tmp_path):

@@ -10,7 +10,7 @@ listener may refuse by raising.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -24,13 +24,13 @@ def silent(title: str, done: int, total: int, note: str) -> None:
     """Nobody listens."""
 
 
-def track(items: Sequence[Item], title: str, progress: Progress) -> Iterator[Item]:
-    """Iterate and tell how many items are done."""
-    return told(items, len(items), title, progress)
-
-
-def told(items: Iterable[Item], count: int, title: str, progress: Progress) -> Iterator[Item]:
-    """The same for items that are made on the way, of which the number is known."""
+def track(
+    items: Iterable[Item], title: str, progress: Progress, *, count: int | None = None
+) -> Iterator[Item]:
+    """Iterate and report how many items are done; `count` is of items that are made on the way."""
+    if count is None:
+        assert isinstance(items, Sized)
+        count = len(items)
     if count:
         progress(title, 0, count, "")
     for done, item in enumerate(items, 1):

@@ -113,7 +113,7 @@ def check(
     """Is the architecture known, and are its heads separable?"""
     announce(model)
     from headwise.artefacts import save_artefact
-    from headwise.cli.show import check_text, console
+    from headwise.cli.show import check_summary, console
     from headwise.errors import UnknownArchitectureError
     from headwise.forward.separability import check as run
 
@@ -127,7 +127,7 @@ def check(
             f"the heads of {model} are not separable as the table says: {result.reason()}",
             fix="correct its row in src/headwise/models/families/rows.py, or leave it alone",
         )
-    screen.print(check_text(loaded, result))
+    screen.print(check_summary(loaded, result))
     if write_row:
         from headwise.models.architectures import architecture_of
         from headwise.models.families.proposal import row_text

@@ -127,7 +127,7 @@ def plasticity_table(found: Plasticity) -> RichTable:
     return rich_table(table("attention plasticity", columns, cells))
 
 
-def check_text(loaded: LoadedModel, result: HeadCheck) -> str:
+def check_summary(loaded: LoadedModel, result: HeadCheck) -> str:
     """What a passed check says of a model."""
     from headwise.models.architectures import geometry_of, positions_of
     from headwise.models.values import model_name

@@ -51,17 +51,12 @@ def maps_as_diagnoses(maps: Mapping[str, Any], path: Path) -> list[Diagnosis]:
             where=path,
             fix="pass diagnosis.json, or {model: [[first-token mass of each head] of each layer]}",
         )
-    return [_diagnosis(name, array) for name, array in arrays.items()]
+    return [published_diagnosis(name, array) for name, array in arrays.items()]
 
 
 def published_diagnosis(name: str, mass: np.ndarray) -> Diagnosis:
     """A diagnosis of one BLOOM from its first-token masses alone."""
-    return _diagnosis(name, mass)
-
-
-def _diagnosis(name: str, mass: np.ndarray) -> Diagnosis:
     num_layers, num_heads = mass.shape
-    slopes = bloom_slopes(num_heads)
     size = name.rsplit("-", 1)[-1].lower()
     return diagnosis_from(
         model=ModelInfo(
@@ -78,7 +73,10 @@ def _diagnosis(name: str, mass: np.ndarray) -> Diagnosis:
             positions="alibi",
             num_parameters=_num_parameters(_HIDDEN.get(size), num_layers),
         ),
-        maps={"first_token_mass": mass, "slope": np.tile(slopes, (num_layers, 1))},
+        maps={
+            "first_token_mass": mass,
+            "slope": np.tile(published_slopes(num_heads), (num_layers, 1)),
+        },
         thresholds=Thresholds(),
         provenance=Provenance(source="digitised from the published figures", resolution=0.002),
     )
@@ -91,7 +89,7 @@ def _num_parameters(hidden: int | None, num_layers: int) -> int | None:
     return _VOCABULARY * hidden + 4 * hidden + num_layers * (12 * hidden**2 + 13 * hidden)
 
 
-def bloom_slopes(num_heads: int) -> Float[np.ndarray, " head"]:
+def published_slopes(num_heads: int) -> Float[np.ndarray, " head"]:
     """ALiBi slopes of BLOOM: powers of 2^(-8/n) for a power of two n, odd half powers beyond it."""
     whole = 2 ** int(math.log2(num_heads))
     base = np.float32(2.0 ** (-8 / whole))  # in float32, as BLOOM executes them

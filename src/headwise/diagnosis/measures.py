@@ -74,11 +74,12 @@ class Measured:
 
     def add(self, texts: list[int], row: int, found: _LayerMeasures) -> None:
         """Put what one layer showed on one batch in its place."""
-        for name, value in found.values.items():
+        values, profile, pooled = found
+        for name, value in values.items():
             self.values[name][texts, row] = value
-        self.profile_sum[:, row] += found.profile
-        if self.pooled_sum is not None and found.pooled is not None:
-            self.pooled_sum[row] += found.pooled
+        self.profile_sum[:, row] += profile
+        if self.pooled_sum is not None and pooled is not None:
+            self.pooled_sum[row] += pooled
 
     def means(self) -> dict[str, Float[np.ndarray, "layer head"]]:
         """Mean over texts."""
@@ -151,7 +152,8 @@ def heads_measurement(
         observe=lambda number, attention: (
             observer(number, attention) if number < len(work) else None
         ),
-        targets=[None] * len(work) + ([] if sample is None else [_targets(sample)]),
+        targets=[None] * len(work)
+        + ([] if sample is None else [shifted_targets(sample.ids, sample.lengths)]),
         visit=visit,
         title="measuring heads",
     )
@@ -161,17 +163,12 @@ def heads_measurement(
     return replace(measured, sample_loss=loss)
 
 
-def _targets(sample: Batch) -> Int[Tensor, "text position"]:
-    return shifted_targets(sample.ids, sample.lengths)
-
-
-@dataclass(frozen=True)
-class _LayerMeasures:
-    """One layer on one batch."""
-
-    values: dict[str, Float[np.ndarray, "text head"]]
-    profile: Float[np.ndarray, "bucket head"]
-    pooled: Float[np.ndarray, "head bucket bucket"] | None
+# one layer on one batch: the measures, the profile of first-token mass, the pooled attention
+_LayerMeasures = tuple[
+    dict[str, Float[np.ndarray, "text head"]],
+    Float[np.ndarray, "bucket head"],
+    Float[np.ndarray, "head bucket bucket"] | None,
+]
 
 
 @dataclass(frozen=True)
@@ -186,7 +183,7 @@ class _Observer:
     grams: dict[int, Tensor] = field(default_factory=dict)
 
     def __call__(self, number: int, attention: LayerAttention) -> _LayerMeasures:
-        weights = self.weights(self.batches[number]).to(attention.lse.device)
+        weights = query_weights(self.batches[number], self.skip).to(attention.lse.device)
         buckets = _buckets(self.batches[number])
         mass = mass_at(attention.scores, attention.lse, None)
         found = _layer_measures(attention, mass, weights, self.gram(attention.layer))
@@ -194,7 +191,7 @@ class _Observer:
         if self.pooled:
             shares = bucket_mass(attention.scores, buckets, self.num_buckets)
             pools = _pooled(shares, weights, buckets, self.num_buckets)
-        return _LayerMeasures(
+        return (
             {name: value.cpu().numpy() for name, value in found.items()},
             _by_bucket(mass, weights, buckets, self.num_buckets),
             pools,
@@ -206,11 +203,11 @@ class _Observer:
             self.grams[layer] = _output_gram(self.model, layer)
         return self.grams[layer]
 
-    def weights(self, batch: Batch) -> Float[Tensor, "text query"]:
-        return query_weights(batch, self.skip)
-
     def counts(self, batch: Batch) -> Int[np.ndarray, "bucket"]:
-        return _bucket_counts(self.weights(batch), _buckets(batch), self.num_buckets)
+        """Measured queries in each bucket."""
+        queries = (query_weights(batch, self.skip) > 0).sum(0).cpu()
+        counts = torch.zeros(self.num_buckets, dtype=torch.long)
+        return counts.index_add_(0, _buckets(batch), queries).numpy()
 
     def nothing(self, shape: tuple[int, int, int]) -> Measured:
         """Zeros to add to."""
@@ -357,11 +354,6 @@ def _pooled(
     masked = torch.where(weights[:, None, :, None] > 0, shares.double(), 0.0).sum(0).cpu()
     sums = torch.zeros(shares.shape[1], num_buckets, num_buckets, dtype=torch.float64)
     return sums.index_add_(1, buckets, masked).numpy()
-
-
-def _bucket_counts(weights: Tensor, buckets: Tensor, num_buckets: int) -> Int[np.ndarray, "bucket"]:
-    queries = (weights > 0).sum(0).cpu()
-    return torch.zeros(num_buckets, dtype=torch.long).index_add_(0, buckets, queries).numpy()
 
 
 def _require_finite(measured: Measured, layers: tuple[int, ...]) -> None:

@@ -24,7 +24,7 @@ from headwise.forward.tap import LayerAttention, tapped
 from headwise.forward.variant_losses import base_pass
 from headwise.heads import Head
 from headwise.models.architectures import attention_layers, backbone_of, device_of, geometry_of
-from headwise.progress import Progress, silent, told
+from headwise.progress import Progress, silent, track
 from headwise.ranks import shared_out
 from headwise.texts.batches import Batch, batches
 
@@ -100,9 +100,8 @@ def first_order_costs(
             )
 
     with frozen(model):
-        for batch, rows in told(
-            shared_out(estimate, work), len(work), "first-order estimates", progress
-        ):
+        shared = shared_out(estimate, work)
+        for batch, rows in track(shared, "first-order estimates", progress, count=len(work)):
             costs[:, :, list(batch.index)] = rows
     return costs
 

@@ -43,7 +43,7 @@ from headwise.models.architectures import (
 )
 from headwise.models.offloading import held_tensor
 from headwise.models.stored_weights import stored_weights
-from headwise.progress import Progress, silent, told
+from headwise.progress import Progress, silent, track
 from headwise.ranks import shared_out
 from headwise.texts.batches import Batch, batches
 
@@ -94,7 +94,7 @@ def variant_losses(
     def run(batch: Batch) -> tuple[Losses, Float[np.ndarray, "variant document"]]:
         return _batch_losses(model, batch, variants, stack)
 
-    for batch, (own, changed) in told(shared_out(run, work), len(work), title, progress):
+    for batch, (own, changed) in track(shared_out(run, work), title, progress, count=len(work)):
         base[list(batch.index)] = own
         losses[:, list(batch.index)] = changed
     return VariantLosses(base, losses, tokens)

@@ -48,15 +48,14 @@ class FirstToken:
             return self
         if self.origin in ("asked", "inherited"):
             raise ArtefactError(
-                f"the first token differs: {source} was made with {told(bos)}, "
-                f"this is {told(self.bos)} ({self.reason})",
+                f"the first token differs: {source} was made with {_with_bos(bos)}, "
+                f"this is {_with_bos(self.bos)} ({self.reason})",
                 fix=f"use --{'' if bos else 'no-'}bos here, or make the other again",
             )
         return FirstToken(bos, f"as in {source}", "inherited", bos)
 
 
-def told(bos: bool | None) -> str:
-    """A setting in words."""
+def _with_bos(bos: bool | None) -> str:
     return "an unknown first token" if bos is None else "a BOS" if bos else "no BOS"
 
 

@@ -55,7 +55,7 @@ from headwise.plasticity.writer import (
     stage_rows,
     vector_bytes,
 )
-from headwise.progress import Budget, Progress, Work, silent, told, unlimited
+from headwise.progress import Budget, Progress, Work, silent, track, unlimited
 from headwise.ranks import by_the_first, each_writes, shared_out
 from headwise.texts.batches import Batch, batches, encode_for, token_count
 from headwise.texts.text_sets import TextSet, as_text_set
@@ -143,7 +143,8 @@ def _capture_all(
         run_measurement(model, work, progress=progress)
     else:
         paths = list(portions)
-        for _ in told(shared_out(capture_missing, paths), len(paths), "capturing", progress):
+        shared = shared_out(capture_missing, paths)
+        for _ in track(shared, "capturing", progress, count=len(paths)):
             pass
     return by_the_first(lambda: _assemble(model, staging, heads, info))
 

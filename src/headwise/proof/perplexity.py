@@ -88,11 +88,10 @@ def text_losses(
     whole: bool = True,
     stride: int | None = None,
     batch_size: int = 4,
-    bos: bool | None = None,
     progress: Progress = silent,
 ) -> TextLosses:
     """Losses of every document of a text set, `whole` in windows, or cut at `max_length`."""
-    loaded, max_length = loaded.reading(bos), loaded.length(max_length)
+    max_length = loaded.length(max_length)
     encoded = encode_for(loaded, texts.texts, max_length=None if whole else max_length)
     work = losses_measurement(
         loaded, texts, encoded, max_length=max_length, stride=stride, batch_size=batch_size

@@ -11,7 +11,7 @@ import shutil
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -70,10 +70,10 @@ class OneRun:
 
 @dataclass(frozen=True)
 class RunEnd:
-    """What a worker gives back: stages that it would have told, and its known failure."""
+    """What a worker gives back: stages that it would have reported, and its known failure."""
 
     run: OneRun
-    told: tuple[str, ...] = ()
+    stages: tuple[str, ...] = ()
     failure: HeadwiseError | None = None
 
 
@@ -105,7 +105,7 @@ def _run_apart(
     try:
         ends = _ends(items, workers, setting.progress)
         for end in _counted(ends, len(items), setting.progress):
-            for line in end.told:
+            for line in end.stages:
                 stage(line, setting.progress)
             if end.failure is not None:
                 stage(f"{end.run} failed; the other runs go on", setting.progress)
@@ -170,29 +170,26 @@ def _cores() -> int:
 
 def run_here(run: OneRun) -> RunEnd:
     """In a worker: one arm with one seed, from its checkpoints if there are any."""
-    told: list[str] = []
+    stages: list[str] = []
 
     def listen(title: str, done: int, total: int, note: str) -> None:
         if total == 0:
-            told.append(f"{run}: {title}" if not title.startswith(str(run)) else title)
+            stages.append(f"{run}: {title}" if not title.startswith(str(run)) else title)
 
     with _ONE_RUN:
         if run.mark and _was_begun(run):
-            told.append(_lost(run))
+            stages.append(_lost(run))
         torch.set_num_threads(run.threads)
         sweep(run_folder(run.out, run.arm, run.seed))
         try:
             _run(run, listen)
         except HeadwiseError as failure:
-            return RunEnd(run, tuple(told), failure)
-    return RunEnd(run, tuple(told))
+            return RunEnd(run, tuple(stages), failure)
+    return RunEnd(run, tuple(stages))
 
 
 def _run(run: OneRun, progress: Progress) -> None:
-    held = _opened(run.study, run.out)
-    setting = StudySetting(
-        held.study, held.out, held.loaded, held.heldout, progress, held.fingerprint, held.corpora
-    )
+    setting = replace(_opened(run.study, run.out), progress=progress)
     plans = arm_plans(setting.study, stock_diagnosis(setting))
     before = stock_evaluation(setting, plans)
     (arm,) = [arm for arm in setting.study.arms if arm.name == run.arm]

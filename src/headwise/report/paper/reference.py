@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from headwise.diagnosis.bloom_maps import bloom_slopes
+from headwise.diagnosis.bloom_maps import published_slopes
 from headwise.report.paper import values as paper
 from headwise.report.tables import sick_counts
 from headwise.tables import Entry, Table, table
@@ -36,7 +36,7 @@ def _cross_scale() -> Rows:
             f"BLOOM-{name}",
             RECOUNTED,
             None,
-            *sick_counts(mass > 0.5, bloom_slopes(mass.shape[1])),
+            *sick_counts(mass > 0.5, published_slopes(mass.shape[1])),
             paper.CROSS_SCALE[name][2],
             paper.CROSS_SCALE[name][3] / 100,
             paper.CROSS_SCALE[name][4],
