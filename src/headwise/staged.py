@@ -181,7 +181,7 @@ def in_stages(
     rows, kinds = shape
     deltas = np.zeros((rows, kinds, len(tokens)))
     last = np.zeros(rows, dtype=int)
-    found = Staged(looks, deltas, tokens, last)
+    staged = Staged(looks, deltas, tokens, last)  # its arrays fill as the looks go on
     open_rows, start = np.arange(rows), 0
     for look, size in enumerate(looks):
         if not len(open_rows):
@@ -189,5 +189,5 @@ def in_stages(
         documents = list(range(start, size))
         deltas[open_rows, :, start:size] = measure(open_rows.tolist(), documents)
         last[open_rows] = look
-        open_rows, start = open_rows[undecided(found)[open_rows]], size
-    return found
+        open_rows, start = open_rows[undecided(staged)[open_rows]], size
+    return staged

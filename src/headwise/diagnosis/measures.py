@@ -72,9 +72,9 @@ class Measured:
     pooled_sum: Float[np.ndarray, "layer head bucket bucket"] | None = None  # query x key buckets
     sample_loss: float = 0.0  # of a sample that was read in the same passes, in nats
 
-    def add(self, texts: list[int], row: int, found: _LayerMeasures) -> None:
+    def add(self, texts: list[int], row: int, seen: _LayerMeasures) -> None:
         """Put what one layer showed on one batch in its place."""
-        values, profile, pooled = found
+        values, profile, pooled = seen
         for name, value in values.items():
             self.values[name][texts, row] = value
         self.profile_sum[:, row] += profile
@@ -186,13 +186,13 @@ class _Observer:
         weights = query_weights(self.batches[number], self.skip).to(attention.lse.device)
         buckets = _buckets(self.batches[number])
         mass = mass_at(attention.scores, attention.lse, None)
-        found = _layer_measures(attention, mass, weights, self.gram(attention.layer))
+        measures = _layer_measures(attention, mass, weights, self.gram(attention.layer))
         pools = None
         if self.pooled:
             shares = bucket_mass(attention.scores, buckets, self.num_buckets)
             pools = _pooled(shares, weights, buckets, self.num_buckets)
         return (
-            {name: value.cpu().numpy() for name, value in found.items()},
+            {name: value.cpu().numpy() for name, value in measures.items()},
             _by_bucket(mass, weights, buckets, self.num_buckets),
             pools,
         )

@@ -134,9 +134,9 @@ def _require_alike(diagnoses: Sequence[Diagnosis]) -> None:
             settings = f"max_length {how.max_length}, skip_queries {how.skip_queries}, {cuts}"
             seen.setdefault(settings, diagnosis.model.id)
     if len(seen) > 1:
-        told = "; ".join(f"{model}: {settings}" for settings, model in seen.items())
+        each = "; ".join(f"{model}: {settings}" for settings, model in seen.items())
         raise HeadwiseError(
-            f"these were read with different settings: {told}",
+            f"these were read with different settings: {each}",
             fix="diagnose all of them with the same options, --max-length first",
         )
 

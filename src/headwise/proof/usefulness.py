@@ -66,13 +66,17 @@ class Usefulness:
         rows = range(len(self.heads))
         p_values = np.array([self.staged.p_value(row, _ONE) for row in rows])
         above = np.array([self.cost(row).low > 0 for row in rows], dtype=bool)
-        found: Bool[np.ndarray, "head"] = discoveries(p_values) & above
-        return found
+        useful: Bool[np.ndarray, "head"] = discoveries(p_values) & above
+        return useful
 
     def verdicts(self) -> list[str]:
         """`useful`, `not useful` or `undecided` for every head."""
         return [
-            "useful" if yes else "not useful" if self._small(row) else "undecided"
+            "useful"
+            if yes
+            else "not useful"
+            if self.cost(row).high < self.negligible
+            else "undecided"
             for row, yes in enumerate(self.useful())
         ]
 
@@ -85,9 +89,6 @@ class Usefulness:
             ],
             dtype=bool,
         )
-
-    def _small(self, row: int) -> bool:
-        return self.cost(row).high < self.negligible
 
     def zero(self) -> dict[str, HeadCost]:
         """Costs by head name, as `evaluation.json` holds them."""
@@ -120,9 +121,9 @@ def judge_heads(
         texts, some = [documents[i] for i in taken], [chosen[row] for row in rows]
         return head_costs(model, texts, some, [ZERO], progress=progress)
 
-    found = decide(chosen, tokens, measure)
-    useful = [head for head, yes in zip(chosen, found.useful(), strict=True) if yes]
-    return replace(found, mean=_mean_costs(model, documents[:FIRST_LOOK], useful, means))
+    judged = decide(chosen, tokens, measure)
+    useful = [head for head, yes in zip(chosen, judged.useful(), strict=True) if yes]
+    return replace(judged, mean=_mean_costs(model, documents[:FIRST_LOOK], useful, means))
 
 
 def decide(

@@ -17,7 +17,7 @@ from headwise.artefacts import load_artefact, save_artefact, versions
 from headwise.frames import frame
 from headwise.heads import JOINT
 from headwise.intervals import Interval, mean_interval
-from headwise.proof.evaluation import Evaluation, HeadCost, Recovery
+from headwise.proof.evaluation import Evaluation, HeadCost
 from headwise.provenance import Provenance
 from headwise.studies.study import Study
 from headwise.tables import table, tables_html
@@ -90,8 +90,8 @@ class StudySummary:
     def _repr_html_(self) -> str:
         rows = [
             (arm, text, difference.interval)
-            for arm, found in self.against_stock.items()
-            for text, difference in found.items()
+            for arm, by_text in self.against_stock.items()
+            for text, difference in by_text.items()
         ]
         title = f"{self.study}: loss against stock, nats per token"
         return tables_html([table(title, ("arm", "texts", "difference"), rows)])
@@ -101,8 +101,8 @@ class StudySummary:
         return frame(
             [
                 {"arm": arm, "texts": text, **plain_fields(difference)}
-                for arm, found in self.against_stock.items()
-                for text, difference in found.items()
+                for arm, by_text in self.against_stock.items()
+                for text, difference in by_text.items()
             ]
         )
 
@@ -114,10 +114,10 @@ def summarise_study(out: Path, study: Study) -> StudySummary:
     pairs = {f"{a} - {b}": (arms[a], arms[b]) for a in arms for b in arms if a != b}
     return StudySummary(
         study=study.name,
-        arms={name: _arm(name, found, stock) for name, found in arms.items()},
+        arms={name: _arm(name, seeds, stock) for name, seeds in arms.items()},
         against_stock={
-            name: {text: _difference(found, [stock], text) for text in stock.text_sets}
-            for name, found in arms.items()
+            name: {text: _difference(seeds, [stock], text) for text in stock.text_sets}
+            for name, seeds in arms.items()
         },
         between_arms={
             name: {text: _difference(left, right, text) for text in stock.text_sets}
@@ -129,35 +129,36 @@ def summarise_study(out: Path, study: Study) -> StudySummary:
 
 def _evaluations(out: Path, study: Study, arm: str) -> list[Evaluation]:
     """The last pass of each seed of an arm."""
-    found = []
+    evaluations = []
     for one, seed in study.runs():
         if one.name != arm:
             continue
         folder = out / "runs" / f"{arm}-s{seed}"
         last = folder / "pass2" / "evaluation.json"
-        found.append(Evaluation.load(last if last.exists() else folder / "evaluation.json"))
-    return found
+        evaluations.append(Evaluation.load(last if last.exists() else folder / "evaluation.json"))
+    return evaluations
 
 
-def _arm(name: str, found: list[Evaluation], stock: Evaluation) -> ArmSummary:
+def _arm(name: str, evaluations: list[Evaluation], stock: Evaluation) -> ArmSummary:
     return ArmSummary(
-        seeds=len(found),
-        sick=tuple(e.diagnosis.counts["sick"] for e in found),
+        seeds=len(evaluations),
+        sick=tuple(e.diagnosis.counts["sick"] for e in evaluations),
         stock_sick=stock.diagnosis.counts["sick"],
-        recovery=tuple(_recovered(e.recovery) for e in found),
-        joint_ablation_cost=tuple(e.heads.ablation_zero.get(f"{JOINT}operated") for e in found),
+        recovery=tuple(
+            None
+            if (r := e.recovery) is None
+            else RecoveredHeads(r.operated, r.not_sick, r.functional, r.exceptions)
+            for e in evaluations
+        ),
+        joint_ablation_cost=tuple(
+            e.heads.ablation_zero.get(f"{JOINT}operated") for e in evaluations
+        ),
         stock_joint_ablation_cost=stock.heads.ablation_zero.get(f"{JOINT}{name}"),
-        patch_weights=tuple(tuple(p.num_weights for p in e.patches) for e in found),
+        patch_weights=tuple(tuple(p.num_weights for p in e.patches) for e in evaluations),
         perplexity=tuple(
-            {text: entry.perplexity for text, entry in e.text_sets.items()} for e in found
+            {text: entry.perplexity for text, entry in e.text_sets.items()} for e in evaluations
         ),
     )
-
-
-def _recovered(found: Recovery | None) -> RecoveredHeads | None:
-    if found is None:
-        return None
-    return RecoveredHeads(found.operated, found.not_sick, found.functional, found.exceptions)
 
 
 def _difference(left: list[Evaluation], right: list[Evaluation], text: str) -> ArmDifference:
