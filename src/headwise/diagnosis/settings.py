@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from annotated_types import Ge
 from typing_extensions import Doc
 
 from headwise.errors import SettingsError
 from headwise.keywords import BatchSize, MaxLength
-from headwise.values import Finite
 
 
 @dataclass(frozen=True)
 class Thresholds:
     """Where the classes begin: mass of the first token, and entropy in nats."""
 
-    dead: Annotated[Finite, Doc("Dead above this first-token mass.")] = 0.95
-    sink: Annotated[Finite, Doc("A sink above this first-token mass.")] = 0.50
-    low_entropy: Annotated[Finite, Doc("Low entropy below this, nats.")] = 0.50
+    # `Finite` says the same of a field, but importing it would load numpy for every `--help`
+    __pydantic_config__: ClassVar[dict[str, bool]] = {"allow_inf_nan": False}
+    dead: Annotated[float, Doc("Dead above this first-token mass.")] = 0.95
+    sink: Annotated[float, Doc("A sink above this first-token mass.")] = 0.50
+    low_entropy: Annotated[float, Doc("Low entropy below this, nats.")] = 0.50
 
     def __post_init__(self) -> None:
         if not 0 <= self.sink <= self.dead <= 1:
