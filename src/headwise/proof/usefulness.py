@@ -23,7 +23,6 @@ from headwise.heads import Head
 from headwise.intervals import Interval
 from headwise.progress import Progress, silent
 from headwise.proof.evaluation import HeadCost
-from headwise.provenance import Decisions
 from headwise.staged import (
     ERROR,
     FIRST_LOOK,
