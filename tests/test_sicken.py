@@ -27,7 +27,7 @@ TEXTS = [" ".join(SENTENCES[i:] + SENTENCES[:i]) * 2 for i in range(5)] * 3
 
 
 def ill(disease):
-    loaded = LoadedModel("tiny", tiny_language_model("gpt2"), tiny_tokenizer()).starting_with(True)
+    loaded = LoadedModel("tiny", tiny_language_model("gpt2"), tiny_tokenizer()).reading(True)
     before = {name: value.clone() for name, value in loaded.model.state_dict().items()}
     sicken.sicken(loaded, HEADS, TEXTS, disease)
     return loaded, before
@@ -78,7 +78,7 @@ def test_rotated_values_keep_their_size():
 def test_a_collapse_frees_all_weights_and_lowers_the_entropy(monkeypatch):
     monkeypatch.setattr(sicken, "COLLAPSE_STEPS", 40)
     monkeypatch.setattr(sicken, "COLLAPSE_RATE", 1e-3)
-    healthy = LoadedModel("tiny", tiny_language_model("gpt2"), tiny_tokenizer()).starting_with(True)
+    healthy = LoadedModel("tiny", tiny_language_model("gpt2"), tiny_tokenizer()).reading(True)
     stock = diagnose(healthy, TEXTS[:5], max_length=96).maps["entropy"]
     loaded, before = ill("collapsed")
     now = diagnose(loaded, TEXTS[:5], max_length=96).maps["entropy"]
