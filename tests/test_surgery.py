@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -323,6 +324,17 @@ def test_a_patch_for_another_base_is_refused_unless_forced(bloom, patch):
     patch.apply(bloom)
     with pytest.raises(ArtefactError, match="cannot apply"):
         patch.apply(bloom)  # twice
+
+
+def test_a_patch_of_weights_that_are_not_there_is_refused_even_if_forced(bloom, patch):
+    name, part = next(iter(patch.slices.items()))
+    lost = replace(part, span=replace(part.span, parameter="x"))
+    foreign = replace(patch, slices={**patch.slices, name: lost})
+    with (
+        pytest.raises(ArtefactError, match="no slice of a head"),
+        foreign.applied(bloom, force=True),
+    ):
+        pass
 
 
 def test_a_patch_that_does_not_fit_is_refused_even_if_forced(patch):

@@ -127,6 +127,8 @@ class Patch:
     ) -> Iterator[None]:
         held = {part.span: part.after if undo else part.before for part in self.slices.values()}
         if force:  # on another base: whatever stands there comes back
+            state, verb = ("after", "undo") if undo else ("before", "apply")
+            self._require(model, state, verb, any_bits=True)
             held = {span: span.of(model).detach().clone() for span in held}
         (self.undo if undo else self.apply)(model, force=force)
         try:
