@@ -106,6 +106,14 @@ def test_a_damaged_diagnosis_is_told_by_field(whole, tmp_path, place, value, mes
     assert fix.startswith("  fix    write it again")
 
 
+def test_a_value_that_its_own_check_refuses_names_the_file(whole, tmp_path):
+    path = tmp_path / "diagnosis.json"
+    body = {"schema": "headwise.diagnosis/1", **damaged(whole.to_json(), "thresholds.sink", 2.0)}
+    path.write_text(json.dumps(body))
+    with pytest.raises(ArtefactError, match=r"where  .*diagnosis\.json"):
+        Diagnosis.load(path)
+
+
 def test_further_faults_are_counted(whole):
     body = damaged(damaged(whole.to_json(), "model.id", 7), "classes.0.2", "zombie")
     with pytest.raises(ArtefactError, match=r"and 1 more faults?\)"):

@@ -25,7 +25,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema, to_json
 
-from headwise.errors import ArtefactError
+from headwise.errors import ArtefactError, SettingsError
 
 Value = TypeVar("Value")
 OMITTED: dict[str, bool] = {"omit_none": True}  # metadata of a field that is left out if None
@@ -114,6 +114,9 @@ def _adapter(kind: Any) -> Any:  # a TypeAdapter; its generic form cannot be che
     return TypeAdapter(kind)
 
 
+_AGAIN = "write it again with headwise; a hand-edited or damaged file is not used"
+
+
 def from_plain(kind: type[Value] | GenericAlias, body: object, where: object) -> Value:
     """Build a value from parsed JSON; what does not fit its type is told, the first fault first."""
     try:
@@ -122,7 +125,7 @@ def from_plain(kind: type[Value] | GenericAlias, body: object, where: object) ->
         raise ArtefactError(
             f"not a value that JSON can hold ({str(error)[:200]})",
             where=where,
-            fix="write it again with headwise; a hand-edited or damaged file is not used",
+            fix=_AGAIN,
         ) from None
     try:
         value: Value = _adapter(cast(Any, kind)).validate_json(raw, strict=True)
@@ -133,13 +136,15 @@ def from_plain(kind: type[Value] | GenericAlias, body: object, where: object) ->
         raise ArtefactError(
             f"{place}: {first['msg'][:200]}{also}",
             where=where,
-            fix="write it again with headwise; a hand-edited or damaged file is not used",
+            fix=_AGAIN,
         ) from None
+    except SettingsError as error:  # a value's own check, which does not know the file
+        raise ArtefactError(str(error).splitlines()[0], where=where, fix=_AGAIN) from None
     if (b"NaN" in raw or b"Infinity" in raw) and not _is_finite(body):
         raise ArtefactError(
             "it holds a NaN or an infinity where no field says so",
             where=where,
-            fix="write it again with headwise; a hand-edited or damaged file is not used",
+            fix=_AGAIN,
         )
     return value
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -18,7 +17,7 @@ from rich.progress import (
 )
 
 from headwise.cli.app import quiet
-from headwise.cli.show import console
+from headwise.cli.show import Screen, console
 from headwise.progress import Progress, silent
 from headwise.ranks import is_first
 
@@ -77,7 +76,7 @@ def _bar() -> Bar:
         TextColumn("eta"),
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
-        console=Console(stderr=True),
+        console=Screen(stderr=True),
         transient=True,
     )
 

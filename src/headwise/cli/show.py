@@ -24,8 +24,15 @@ if TYPE_CHECKING:
 CLASS_LETTERS = {"healthy": "·", "low_entropy": "e", "sink": "s", "dead": "D"}
 
 
+_NARROWEST = 20  # columns; rich cannot lay out a table in fewer than it has borders
+
+
 class Screen(Console):
     """A console on which the names of models and files are text: no escape codes, no markup."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.width = max(self.width, _NARROWEST)
 
     def render_str(self, text: str, **options: Any) -> Text:
         """A text as it will be shown."""
