@@ -31,10 +31,7 @@ from matplotlib.ticker import MaxNLocator
 from headwise.artefacts import write_bytes
 
 BLUE, ORANGE, RED, GREY = "#0072B2", "#E69F00", "#D55E00", "#7F7F7F"
-
-
 BLACK, DARK_INK, DARK_PAPER = "#000000", "#e8e6e1", "#1c1f25"  # the page's own dark colours
-
 
 STYLE: Any = {  # matplotlib types its keys one by one, 300 of them
     "font.size": 9,
@@ -48,12 +45,8 @@ STYLE: Any = {  # matplotlib types its keys one by one, 300 of them
     "svg.fonttype": "none",
 }
 
-
 AMOUNT_COLOURS = "cividis"  # sequential, made for colour-blind readers
-
-
 CHANGE_COLOURS = "RdBu_r"  # diverging, safe
-
 
 # first-token mass turns from blue to orange at the threshold: a sequential scale is grey just where
 # the question is. Both halves grow darker away from it; blue and orange are safe.

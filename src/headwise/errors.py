@@ -9,7 +9,6 @@ import re
 
 _LONGEST = 500  # characters of a place: a path may be what somebody pasted
 
-
 # All control characters but the line break and the tab: a terminal would obey an escape sequence.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 

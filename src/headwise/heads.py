@@ -82,7 +82,6 @@ _TOKEN = re.compile(
     re.ASCII,
 )
 
-
 _LONGEST, _DEEPEST = 100_000, 50  # of a selection, and of its parentheses
 
 

@@ -16,8 +16,6 @@ from jaxtyping import Float, Int
 from headwise.values import Finite
 
 DRAWS = 2000
-
-
 LEVEL = 0.95
 
 

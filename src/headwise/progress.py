@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 Progress = Callable[[str, int, int, str], None]
-
-
 Item = TypeVar("Item")
 
 

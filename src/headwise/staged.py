@@ -22,16 +22,9 @@ from headwise.intervals import LEVEL, Interval
 from headwise.provenance import Decisions
 
 ERROR = 1 - LEVEL
-
-
 FIRST_LOOK = 5  # documents; with fewer, Student intervals of skewed losses are too sure
-
-
 HOPE = 0.1  # a decision that is less likely than this is not waited for
-
-
 _ROUNDING = 2e-7  # nats per token: no smaller difference is evidence, however constant
-
 
 METHOD = (
     "linear error spending over looks (Lan-DeMets), Student intervals of the ratio, "
@@ -165,8 +158,6 @@ def discoveries(p_values: Float[np.ndarray, "row"], rate: float = ERROR) -> Bool
 
 
 Measure = Callable[[Sequence[int], Sequence[int]], Float[np.ndarray, "row kind document"]]
-
-
 Undecided = Callable[[Staged], Bool[np.ndarray, "row"]]
 
 

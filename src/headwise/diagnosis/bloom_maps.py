@@ -23,14 +23,8 @@ from headwise.models.values import ModelInfo
 from headwise.provenance import Provenance
 
 BLOOM = DATA / "bloom"
-
-
 STOCK_MAPS = BLOOM / "bloom_stock_first_token_mass.json"
-
-
 _HIDDEN = {"560m": 1024, "1b7": 2048, "3b": 2560, "7b1": 4096}
-
-
 _VOCABULARY = 250_880
 
 

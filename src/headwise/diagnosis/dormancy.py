@@ -28,8 +28,6 @@ from headwise.models.architectures import (
 from headwise.texts.batches import Batch
 
 WEIGHT_THRESHOLD = 0.01
-
-
 ACTIVATION_TAU = 0.025
 
 

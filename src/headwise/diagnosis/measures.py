@@ -41,7 +41,6 @@ from headwise.texts.batches import Batch
 
 LOCAL_WINDOW = 3  # t-2 .. t
 
-
 MEASURES = (
     "first_token_mass",
     "entropy",

@@ -18,14 +18,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 TILE = 256  # queries per tile: the scores of one tile stay in the cache of one core
-
-
 KEYS, BLOCK = 256, 2**19  # keys of a block, and its scores: 2 MiB
-
-
 MASKED = -1e30  # finite, so that a row with no visible key stays finite (it is never read)
-
-
 Heads = Float[Tensor, "batch head query dim"]
 
 

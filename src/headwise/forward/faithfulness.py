@@ -34,16 +34,9 @@ from headwise.models.architectures import (
 )
 
 PAST = 64  # tokens behind the farthest boundary
-
-
 SHORTEST = 128
-
-
 _BOUNDARY = re.compile(r"window|chunk|cache|local_attention|block_size|_block_len")
-
-
 _DENSE = 2**28  # numbers of one layer's T x T attention that a comparison with eager may hold
-
 
 # Of the logits' size: sums in another order, rounded to the model's type
 _TOLERANCE = {torch.bfloat16: 0.2, torch.float16: 0.05}

@@ -28,8 +28,6 @@ def _gelu(x: Tensor) -> Tensor:
 
 
 _GELU_LINEAR = 2 * math.sqrt(2 / math.pi)
-
-
 _GELU_CUBIC = 0.044715 * _GELU_LINEAR
 
 

@@ -25,23 +25,11 @@ from headwise.models.architectures import architecture_of
 from headwise.models.stored_weights import at_hand, stored_weights
 
 IGNORED = -100
-
-
 _CHUNK_LOGITS = 2**26  # numbers alive at once, at most: 256 MiB in float32
-
-
 _CHUNK_ROWS = 256  # enough rows for a GEMM to be worth reading the output head's weights
-
-
 _TILE_ROWS, _TILE_TOKENS = 1024, 4096  # logits without a gradient: 16 MiB in float32
-
-
 _CACHED_LOGITS = 2**16  # that are summed at once: 256 KiB
-
-
 _CACHED_ROWS = 16  # rows of logits that softmax takes at once: they stay in the cache
-
-
 Adjust = Callable[[Tensor], Tensor]
 Logits = Float[Tensor, "row token"]
 

@@ -18,8 +18,6 @@ from torch import Tensor
 from headwise.forward.attention import Scores, capped
 
 EXACT_LENGTH = 4096
-
-
 _FIRST = 8  # queries per head that are looked at before anything else
 
 

@@ -27,8 +27,6 @@ from headwise.models.architectures import (
 
 Keywords = dict[str, Any]  # of a module's call, as torch hands them to a hook
 Hidden = Float[Tensor, "text position hidden"]
-
-
 LayerInput = Float[Tensor, "*stream text position hidden"]  # gemma3n has several streams
 
 

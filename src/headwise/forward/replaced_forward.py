@@ -16,11 +16,9 @@ from torch import nn
 
 Forward = Callable[..., Any]
 
-
 Replacement = Callable[
     [nn.Module, Forward], Forward
 ]  # (module, the forward found there) -> another
-
 
 _NOTHING = object()
 

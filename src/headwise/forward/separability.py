@@ -47,11 +47,7 @@ from headwise.models.loaded_model import LoadedModel
 from headwise.models.slices import Span, head_spans, read_slices, spans_of, write_slices
 
 _PROVED = "_headwise_proved"  # on the model itself: its row, once the check has passed
-
-
 NUM_TOKENS = 12  # for the isolation of heads; `compare_runs` goes past windows and chunks
-
-
 ATTENTION_TOLERANCE = 1e-3  # of masses, and of a head's mean entropy in nats
 
 

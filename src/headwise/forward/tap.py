@@ -317,8 +317,6 @@ def _closed_over(function: Callable[..., Any], name: str) -> Any:
 
 
 AttentionInterface.register(NAME, _interface)
-
-
 AttentionMaskInterface.register(NAME, _compact_mask)
 
 

@@ -46,14 +46,8 @@ from headwise.models.tensor_files import StoredTensor, stored_tensors
 from headwise.values import MOST
 
 Options = dict[str, str | bool | None]  # of `from_pretrained`
-
-
 _ROOM = 0.8  # of free memory that weights may take; the rest is for the work
-
-
 _SOURCE, _WEIGHTS = "source.json", "model.safetensors"
-
-
 _DAMAGE = (SafetensorError, EOFError, struct.error)
 
 

@@ -15,8 +15,6 @@ from headwise.bundled import DATA
 from headwise.errors import ArtefactError
 
 PATIENTS = ("patient", "patient-empty")  # asleep: values and outputs kept; empty: decayed away
-
-
 Split = Literal["train", "second", "heldout"]
 
 

@@ -27,14 +27,8 @@ from headwise.errors import ModelError
 from headwise.models.tensor_files import StoredTensor, stored_tensors
 
 PIECE = 2**24  # numbers of a weight that are read at once where it need not be whole
-
-
 _EMPTY = torch.empty
-
-
 _STORED = "_headwise_stored"  # on the model itself
-
-
 Place = tuple[int, int, int]  # axis, start and stop of a slice
 
 

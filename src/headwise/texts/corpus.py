@@ -22,8 +22,6 @@ from headwise.texts.corpus_info import CorpusInfo
 from headwise.texts.text_sets import TextSet, document_hash
 
 VALIDATION_SHARE = 0.05
-
-
 _BUCKETS = 10_000
 
 

@@ -17,11 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 Order = Literal["split", "concat", "grouped", "latent"]
-
-
 Positions = Literal["rope", "alibi", "learned", "none"]
-
-
 Role = Literal["q", "k", "v", "o"]
 
 

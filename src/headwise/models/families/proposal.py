@@ -26,7 +26,6 @@ _FUSED = re.compile(r"w?qkv(_?proj)?|query_key_value|c_attn$", re.I)
 
 _CROSS = re.compile(r"cross|encoder", re.I)  # what a language model of a BART never runs
 
-
 # What a family may do to its logits, by the names that configs use
 _LOGITS = (
     ("logits_times", "logit_scale"),

@@ -22,32 +22,19 @@ from headwise.models.families.custom_attention import (
 )
 
 _LLAMA = Architecture()
-
-
 _CAPPED = Architecture(logits_cap="final_logit_softcapping")
-
-
 _EXPERTS = Architecture(mlp_in=())  # no one MLP whose neurons could be counted
-
-
 _UNGATED = Architecture(mlp_in=("mlp.up_proj",))
-
-
 _SCALED = Architecture(logits_times="logit_scale")
-
-
 _DIVIDED = Architecture(logits_over="logits_scaling")
-
 
 _FEED_FORWARD = Architecture(
     mlp_in=("feed_forward.gate_proj", "feed_forward.up_proj"), mlp_out="feed_forward.down_proj"
 )
 
-
 _LATENT = Architecture(
     projections=("q_b_proj", "kv_b_proj"), order="latent", query_rank="q_lora_rank", mlp_in=()
 )
-
 
 ARCHITECTURES: dict[str, Architecture] = {
     "bloom": Architecture(
@@ -276,12 +263,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "youtu": replace(_LATENT, mlp_in=_LLAMA.mlp_in),
 }
 
-
 _ACROSS = (
     "its query/key norm runs across all heads of a layer, so a change in one head's weights moves "
     "every other head"
 )
-
 
 NOT_SEPARABLE: dict[str, str] = {
     **dict.fromkeys(
