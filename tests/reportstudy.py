@@ -34,9 +34,9 @@ from headwise.proof.completed_texts import (
     Prompt,
     measure_text,
 )
-from headwise.proof.evaluation import Evaluation
 from headwise.proof.settings import Sampling
 from headwise.proof.trajectories import run_maps
+from headwise.proof.values import Evaluation
 from headwise.provenance import Decisions, MeasureSettings, Provenance, TextInfo
 from headwise.studies.study import Study
 from headwise.studies.summary import summarise_study

@@ -19,13 +19,6 @@ from headwise.models.values import ModelInfo, PatchInfo
 from headwise.plasticity.settings import PlasticitySettings
 from headwise.proof.compare import Snapshot, compare, paired_losses, read_snapshot
 from headwise.proof.comparison import Comparison
-from headwise.proof.evaluation import (
-    DocumentLosses,
-    Evaluation,
-    EvaluationProvenance,
-    HeadCosts,
-    Recovery,
-)
 from headwise.proof.trajectories import (
     column_trends,
     run_maps,
@@ -33,6 +26,13 @@ from headwise.proof.trajectories import (
     trajectory_shape,
     trend,
     two_phenomena,
+)
+from headwise.proof.values import (
+    DocumentLosses,
+    Evaluation,
+    EvaluationProvenance,
+    HeadCosts,
+    Recovery,
 )
 from headwise.proof.zones import drift_by_zone, transitions, zones_of
 from headwise.provenance import MeasureSettings, Provenance, TextInfo

@@ -28,8 +28,8 @@ from headwise.models.architectures import (
 )
 from headwise.models.loaded_model import LoadedModel
 from headwise.proof.evaluate import _Wanted, _wanted, evaluate, paper_prompts
-from headwise.proof.evaluation import Evaluation, HeadCost, HeadCosts, recovery_of
 from headwise.proof.perplexity import make_windows, paired_difference, text_losses
+from headwise.proof.values import Evaluation, HeadCost, HeadCosts, recovery_of
 from headwise.surgery.operation import operate
 from headwise.surgery.plan import operated_heads
 from headwise.surgery.treatments import Dose, treat

@@ -356,7 +356,7 @@ def test_transformer_lens_reads_a_merged_directory(tokenizer, tmp_path):
         "surgery.plan.SurgeryPlan",
         "therapy.repair.RepairRun",
         "therapy.values.Therapy",
-        "proof.evaluation.Evaluation",
+        "proof.values.Evaluation",
         "proof.comparison.Comparison",
         "proof.completed_texts.Completions",
         "plasticity.run.Plasticity",

@@ -22,7 +22,7 @@ from headwise.handover.push import push
 from headwise.models.loading import load_model
 from headwise.proof.compare import compare, read_snapshot
 from headwise.proof.completed_texts import Completions
-from headwise.proof.evaluation import Evaluation
+from headwise.proof.values import Evaluation
 from headwise.report.source import read_source
 from headwise.surgery.plan import SurgeryPlan
 from headwise.watch.film import resumed_film

@@ -26,8 +26,8 @@ from headwise.diagnosis.settings import Thresholds
 from headwise.diagnosis.values import diagnosis_from
 from headwise.errors import ArtefactError, SettingsError, TrainingError
 from headwise.models.patch import Patch
-from headwise.proof.evaluation import Evaluation, EvaluationProvenance, HeadCosts
 from headwise.proof.perplexity import TextLosses
+from headwise.proof.values import Evaluation, EvaluationProvenance, HeadCosts
 from headwise.studies.estimate import estimate_study
 from headwise.studies.run import run_study
 from headwise.studies.spread_runs import RunEnd

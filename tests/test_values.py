@@ -17,7 +17,7 @@ from headwise.errors import ArtefactError
 from headwise.intervals import Interval
 from headwise.proof.compare import Snapshot, compare
 from headwise.proof.comparison import Comparison
-from headwise.proof.evaluation import HeadRecovery
+from headwise.proof.values import HeadRecovery
 from headwise.surgery.plan import make_plan
 from headwise.values import from_plain, to_plain
 from planned import made_model
@@ -203,7 +203,7 @@ VALUES = [
     "surgery.settings",
     "surgery.values",
     "therapy.values",
-    "proof.evaluation",
+    "proof.values",
     "proof.comparison",
     "proof.compare",
     "proof.zones",

@@ -43,7 +43,7 @@ _PUBLIC = {
     "SurgeryPlan": "surgery.plan",
     "Recipe": "surgery.recipe",
     "Patch": "models.patch",
-    "Evaluation": "proof.evaluation",
+    "Evaluation": "proof.values",
     "Comparison": "proof.comparison",
     "HeadwiseError": "errors",
 }
@@ -67,7 +67,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from headwise.proof.comparison import Comparison as Comparison
     from headwise.proof.completions import complete as complete
     from headwise.proof.evaluate import evaluate as evaluate
-    from headwise.proof.evaluation import Evaluation as Evaluation
+    from headwise.proof.values import Evaluation as Evaluation
     from headwise.report.write import write_report as write_report
     from headwise.studies.run import run_study as run_study
     from headwise.surgery.plan import SurgeryPlan as SurgeryPlan, make_plan as make_plan

@@ -32,7 +32,7 @@ from headwise.plasticity.values import CaptureInfo, HeadRecord, PlasticitySummar
 from headwise.plasticity.writer import is_whole
 from headwise.proof.comparison import Comparison
 from headwise.proof.completed_texts import Completions
-from headwise.proof.evaluation import Evaluation
+from headwise.proof.values import Evaluation
 from headwise.studies.study import started_study
 from headwise.studies.summary import StudySummary
 from headwise.surgery.run_state import read_maps, read_trace

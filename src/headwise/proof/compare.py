@@ -25,7 +25,6 @@ from headwise.proof.comparison import (
     PairedLoss,
     PlasticityChange,
 )
-from headwise.proof.evaluation import DocumentLosses, Evaluation
 from headwise.proof.origins import last_patch, origin_of, stock_of_run
 from headwise.proof.trajectories import (
     column_trends,
@@ -34,6 +33,7 @@ from headwise.proof.trajectories import (
     trajectory_shapes,
     two_phenomena,
 )
+from headwise.proof.values import DocumentLosses, Evaluation
 from headwise.proof.zones import Map, Zones, drift_by_zone, transitions, zones_of
 from headwise.provenance import STOCK, Origin, require_same_origin
 from headwise.surgery.plan import SurgeryPlan, join_plans, plans_of

@@ -16,8 +16,8 @@ from headwise.artefacts import load_artefact, save_artefact
 from headwise.frames import head_frame
 from headwise.intervals import Interval
 from headwise.models.values import ModelInfo
-from headwise.proof.evaluation import Recovery
 from headwise.proof.trajectories import ColumnTrend, Phase, PhaseMeans
+from headwise.proof.values import Recovery
 from headwise.proof.zones import DriftByZone, Transitions
 from headwise.provenance import Provenance
 from headwise.surgery.plan import SurgeryPlan

@@ -36,7 +36,9 @@ from headwise.models.patch import Patch, applied
 from headwise.models.stored_weights import stored_weights
 from headwise.models.values import ModelInfo, PatchInfo
 from headwise.progress import Budget, Progress, Work, silent, stage, unlimited
-from headwise.proof.evaluation import (
+from headwise.proof.perplexity import TextLosses, losses_measurement
+from headwise.proof.usefulness import judge_heads
+from headwise.proof.values import (
     Evaluation,
     EvaluationProvenance,
     EvaluationSettings,
@@ -47,8 +49,6 @@ from headwise.proof.evaluation import (
     Recovery,
     recovery_of,
 )
-from headwise.proof.perplexity import TextLosses, losses_measurement
-from headwise.proof.usefulness import judge_heads
 from headwise.provenance import MeasureSettings
 from headwise.staged import discoveries, student_p
 from headwise.surgery.plan import operated_heads

@@ -8,7 +8,7 @@ from headwise.diagnosis.values import Diagnosis
 from headwise.models.values import PatchInfo
 from headwise.proof.comparison import Comparison
 from headwise.proof.completed_texts import Completions
-from headwise.proof.evaluation import Evaluation
+from headwise.proof.values import Evaluation
 from headwise.provenance import STOCK, Origin
 from headwise.surgery.plan import SurgeryPlan
 from headwise.surgery.values import RunSettings

@@ -20,7 +20,7 @@ from headwise.forward.measurements import Measurement, run_measurement
 from headwise.intervals import Interval, mean_interval
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.progress import Progress, silent
-from headwise.proof.evaluation import DocumentLosses
+from headwise.proof.values import DocumentLosses
 from headwise.texts.batches import DEFAULT_MAX_LENGTH, Batch, batches, encode_for
 from headwise.texts.text_sets import TextSet
 

@@ -22,7 +22,7 @@ from headwise.forward.variant_losses import head_costs
 from headwise.heads import Head
 from headwise.intervals import Interval
 from headwise.progress import Progress, silent
-from headwise.proof.evaluation import HeadCost
+from headwise.proof.values import HeadCost
 from headwise.staged import (
     ERROR,
     FIRST_LOOK,

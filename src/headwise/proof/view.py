@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from headwise.intervals import Interval
     from headwise.proof.comparison import Comparison
     from headwise.proof.completed_texts import Completions
-    from headwise.proof.evaluation import Evaluation
+    from headwise.proof.values import Evaluation
 
 _MOST = 8  # heads shown, those that matter most
 

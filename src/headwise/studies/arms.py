@@ -22,8 +22,8 @@ from headwise.progress import Progress, silent, stage
 from headwise.proof.compare import compare, compared_identity
 from headwise.proof.comparison import Comparison
 from headwise.proof.evaluate import evaluate
-from headwise.proof.evaluation import Evaluation
 from headwise.proof.trajectories import run_maps
+from headwise.proof.values import Evaluation
 from headwise.proof.zones import Map
 from headwise.settings import changed
 from headwise.studies.study import PlanChoice, Study, StudyArm

@@ -21,7 +21,7 @@ from headwise.artefacts import sweep, write_text
 from headwise.errors import HeadwiseError
 from headwise.keywords import Backend
 from headwise.progress import Progress, stage
-from headwise.proof.evaluation import Evaluation
+from headwise.proof.values import Evaluation
 from headwise.studies.arms import (
     StudySetting,
     arm_plans,

@@ -17,7 +17,7 @@ from headwise.artefacts import load_artefact, save_artefact, versions
 from headwise.frames import frame
 from headwise.heads import JOINT
 from headwise.intervals import Interval, mean_interval
-from headwise.proof.evaluation import Evaluation, HeadCost
+from headwise.proof.values import Evaluation, HeadCost
 from headwise.provenance import Provenance
 from headwise.studies.study import Study
 from headwise.tables import table, tables_html
