@@ -103,8 +103,9 @@ LONG = {"handover": pytest.mark.slow}  # a whole story of its own
     "page", [pytest.param(page, marks=LONG.get(page.stem, ()), id=page.stem) for page in PAGES]
 )
 def test_a_pages_commands_run(page, desk):
+    names = {"__name__": page.stem}  # a page is read from the top: blocks go on from each other
     for text in blocks(page, "python"):
-        exec(compile(text, page.name, "exec"), {"__name__": page.stem})
+        exec(compile(text, page.name, "exec"), names)
     for text in blocks(page, "sh"):
         for words in commands(text):
             run(quick(words))

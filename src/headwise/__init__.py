@@ -17,6 +17,8 @@ _PUBLIC = {
     "load_model": "models.loading",
     "read_texts": "texts.text_sets",
     "check": "forward.separability",
+    "attention": "forward.patterns",
+    "ablated": "forward.ablated",
     "diagnose": "diagnosis.diagnose",
     "survey": "diagnosis.survey",
     "triage": "triaging.triage",
@@ -55,6 +57,8 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from headwise.diagnosis.survey import survey as survey
     from headwise.diagnosis.values import Diagnosis as Diagnosis
     from headwise.errors import HeadwiseError as HeadwiseError
+    from headwise.forward.ablated import ablated as ablated
+    from headwise.forward.patterns import attention as attention
     from headwise.forward.separability import check as check
     from headwise.handover.adapter import export_peft as export_peft
     from headwise.handover.merging import apply_patches as apply_patches
