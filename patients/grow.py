@@ -439,8 +439,8 @@ def collapse_stage(
         whole = attention.scores
         assert whole.bias is not None
         part = Scores(whole.q[:, chosen], whole.k[:, chosen], whole.scale, whole.bias[:, chosen])
-        tile = tile_scores(part, 0, part.length)  # its log-sum-exp has a gradient
-        mass.append(tile.logits[..., 0] - tile.lse)
+        logits, lse = tile_scores(part, 0, part.length)  # its log-sum-exp has a gradient
+        mass.append(logits[..., 0] - lse)
         power.append(attention.out[:, chosen].square().mean())
 
     def loss(step: int) -> tuple[Tensor, dict[str, float]]:

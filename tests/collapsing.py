@@ -55,8 +55,8 @@ class Collapsing(Trainer):
             if attention.layer:
                 all_ = attention.scores
                 part = Scores(all_.q[:, SICK], all_.k[:, SICK], all_.scale, all_.bias[:, SICK])
-                tile = tile_scores(part, 0, part.length)
-                masses.append((tile.logits[..., 0] - tile.lse).mean())
+                logits, lse = tile_scores(part, 0, part.length)
+                masses.append((logits[..., 0] - lse).mean())
 
         with tapped(model, read):
             loss, outputs = super().compute_loss(model, inputs, True, **rest)

@@ -232,30 +232,30 @@ def test_the_largest_logit_is_the_largest_of_all_pairs(case, kv_heads, monkeypat
     real[1, 250:] = False
     if scores.visible is not None:
         real &= scores.visible
-    logits = tile_scores(replace(scores, window=None), 0, LENGTH).logits
+    logits = tile_scores(replace(scores, window=None), 0, LENGTH)[0]
     logits = logits.masked_fill(~attention._allowed(scores, 0, LENGTH, 0), -torch.inf)
     if scores.bias is not None:
         logits = logits - scores.bias.transpose(-1, -2)
     expected = logits.masked_fill(~real[:, None, :, None], -torch.inf).amax((2, 3))
-    found = max_logits(scores, lse, real)
-    torch.testing.assert_close(found.value, expected, rtol=1e-5, atol=1e-4)
-    assert torch.equal(found.value, found.upper)  # exact, and said so
+    largest, upper = max_logits(scores, lse, real)
+    torch.testing.assert_close(largest, expected, rtol=1e-5, atol=1e-4)
+    assert torch.equal(largest, upper)  # exact, and said so
     known = moments(scores, lse).largest
     assert (known is not None) == scores.is_plain
     if known is not None:
-        told = max_logits(scores, lse, real, known)
-        torch.testing.assert_close(told.value, expected, rtol=1e-5, atol=1e-4)
+        largest, _ = max_logits(scores, lse, real, known)
+        torch.testing.assert_close(largest, expected, rtol=1e-5, atol=1e-4)
     monkeypatch.setattr("headwise.forward.max_logit.EXACT_LENGTH", 10)
-    bounds = max_logits(scores, lse, real)
-    assert (bounds.value <= expected + 1e-4).all()
-    assert (bounds.upper >= expected - 1e-4).all()
+    lower, upper = max_logits(scores, lse, real)
+    assert (lower <= expected + 1e-4).all()
+    assert (upper >= expected - 1e-4).all()
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_mass_on_the_first_keys_is_that_of_each_together(case):
     scores, v = make(case, 2)
     _, lse = attend(scores, v)
-    logits = tile_scores(replace(scores, window=None), 0, LENGTH).logits
+    logits = tile_scores(replace(scores, window=None), 0, LENGTH)[0]
     p = (logits - lse[..., None]).exp()
     p = torch.where(attention._allowed(scores, 0, LENGTH, 0), p, 0)
     at = (

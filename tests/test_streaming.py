@@ -203,14 +203,15 @@ def test_a_streamed_capture_reads_no_layer_above_the_last_one_it_needs(tmp_path,
     assert times_read(streamed, reads, "layers.1.") == {0}
 
 
-def test_variants_that_do_not_fit_together_go_up_one_after_the_other(tmp_path, reads):
+def test_variants_that_do_not_fit_together_go_up_one_after_the_other(tmp_path, reads, monkeypatch):
     streamed = load_model(saved("llama", tmp_path), bos=False, stream=True)
     heads = [Head(1, 0), Head(0, 1), Head(0, 0), Head(1, 1)]
     variants = [Variant((head,), ZERO) for head in heads]
 
     def run(room):
         reads.clear()
-        return variant_losses(streamed.model, [random_ids(20)], variants, room=room).losses
+        monkeypatch.setattr("headwise.forward.variant_sweeps.free_memory", lambda: 4 * room)
+        return variant_losses(streamed.model, [random_ids(20)], variants).losses
 
     at_once = run(10**9)
     assert times_read(streamed, reads, "layers.1.") == {1}

@@ -9,8 +9,8 @@ mean) can.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 
 import torch
 from jaxtyping import Bool, Float
@@ -20,11 +20,7 @@ from transformers import PreTrainedModel
 from headwise.diagnosis.values import Dormancy
 from headwise.forward.hooked_pass import Emit, HookedPass
 from headwise.forward.measurements import Measurement, run_measurement
-from headwise.models.architectures import (
-    architecture_of,
-    dense_weight,
-    layers_of,
-)
+from headwise.models.architectures import architecture_of, dense_weight, layers_of
 from headwise.texts.batches import Batch
 
 WEIGHT_THRESHOLD = 0.01
@@ -92,7 +88,7 @@ def dormancy_measurement(
         totals[layer] = totals[layer] + seen if layer in totals else seen
 
     def listen(number: int, emit: Emit[Tensor]) -> AbstractContextManager[object]:
-        return _hearing(model, work[number], emit)
+        return _activation_hooks(model, work[number], emit)
 
     yield HookedPass([batch.ids for batch in work], take, listen=listen)
     if not work:
@@ -102,28 +98,21 @@ def dormancy_measurement(
 
 
 @contextmanager
-def _hearing(model: PreTrainedModel, batch: Batch, emit: Emit[Tensor]) -> Iterator[None]:
-    """While open the sums of |activation| over the real tokens of one batch are told, by layer."""
+def _activation_hooks(model: PreTrainedModel, batch: Batch, emit: Emit[Tensor]) -> Iterator[None]:
+    """While open `emit` gets each layer's sums of |activation| over the batch's real tokens."""
     real = (torch.arange(batch.ids.shape[1])[None] < batch.lengths[:, None]).float()
 
-    def watch(layer: int) -> Any:
-        def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            # OPT flattens (text, position) before its MLP; both orders agree with `real`
-            flat = inputs[0].detach().float().abs().reshape(-1, inputs[0].shape[-1])
-            emit(layer, (flat * real.to(flat.device).reshape(-1, 1)).sum(0).cpu())
-
-        return hook
+    def hook(layer: int, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        # OPT flattens (text, position) before its MLP; both orders agree with `real`
+        flat = inputs[0].detach().float().abs().reshape(-1, inputs[0].shape[-1])
+        emit(layer, (flat * real.to(flat.device).reshape(-1, 1)).sum(0).cpu())
 
     name = architecture_of(model).mlp_out
-    handles = [
-        layer.get_submodule(name).register_forward_pre_hook(watch(number))
-        for number, layer in enumerate(layers_of(model))
-    ]
-    try:
+    with ExitStack() as hooks:
+        for number, layer in enumerate(layers_of(model)):
+            module = layer.get_submodule(name)
+            hooks.enter_context(module.register_forward_pre_hook(partial(hook, number)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _summary(dormant: list[Tensor], rule: str) -> Dormancy:

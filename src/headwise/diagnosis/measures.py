@@ -266,13 +266,13 @@ def watched_measures(
 def _core_measures(
     attention: LayerAttention, mass: Tensor, moment: Moments, weights: Tensor
 ) -> dict[str, Tensor]:
-    largest = max_logits(attention.scores, attention.lse, weights > 0, moment.largest)
+    largest, upper = max_logits(attention.scores, attention.lse, weights > 0, moment.largest)
     return {
         "first_token_mass": _mean(mass, weights),
         "entropy": _mean(moment.entropy, weights),
         "learned_sink_share": _mean(sink_share(attention.scores, attention.lse), weights),
-        "max_logit": largest.value,
-        "max_logit_upper": largest.upper,
+        "max_logit": largest,
+        "max_logit_upper": upper,
         "output_norm": _mean(attention.out.float().square().sum(-1).sqrt(), weights),
     }
 

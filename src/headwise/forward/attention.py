@@ -99,27 +99,22 @@ def _key_bias(scores: Scores) -> Float[Tensor, "batch head 1 key"] | None:
 def _tiled(scores: Scores, v: Tensor) -> tuple[Tensor, Tensor]:
     outs, lses = [], []
     for start in range(0, scores.length, TILE):
-        tile = tile_scores(scores, start, min(start + TILE, scores.length))
-        p = (tile.logits - tile.lse[..., None]).exp()
-        values = v[:, :, tile.first_key : tile.stop]
-        outs.append(_per_group(p, values).to(scores.q.dtype))
-        lses.append(tile.lse)
+        stop = min(start + TILE, scores.length)
+        logits, lse = tile_scores(scores, start, stop)
+        p = (logits - lse[..., None]).exp()
+        outs.append(_per_group(p, v[:, :, stop - p.shape[-1] : stop]).to(scores.q.dtype))
+        lses.append(lse)
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
-@dataclass(frozen=True)
-class QueryTile:
-    """Logits of queries [start, stop) on keys [first_key, stop), and their log-sum-exp."""
+def tile_scores(
+    scores: Scores, start: int, stop: int
+) -> tuple[Float[Tensor, "batch head query key"], Float[Tensor, "batch head query"]]:
+    """Masked float32 logits of queries [start, stop), and their log-sum-exp.
 
-    start: int
-    stop: int
-    first_key: int
-    logits: Float[Tensor, "batch head query key"]
-    lse: Float[Tensor, "batch head query"]
-
-
-def tile_scores(scores: Scores, start: int, stop: int) -> QueryTile:
-    """Masked float32 logits of one tile of queries; memory is TILE x keys, never T x T."""
+    Keys end at `stop` and begin at 0, or where the window of the first query begins; memory is
+    TILE x keys, never T x T.
+    """
     first = 0 if scores.window is None else max(0, start - scores.window + 1)
     q, k = scores.q[:, :, start:stop].float(), scores.k[:, :, first:stop].float()
     logits = _per_group(q, k.transpose(-1, -2)) * scores.scale
@@ -130,7 +125,7 @@ def tile_scores(scores: Scores, start: int, stop: int) -> QueryTile:
     lse = logits.logsumexp(-1)
     if scores.sinks is not None:
         lse = torch.logaddexp(lse, scores.sinks.float()[None, :, None].expand_as(lse))
-    return QueryTile(start, stop, first, logits, lse)
+    return logits, lse
 
 
 def _allowed(
@@ -258,22 +253,19 @@ def _fused_moments(scores: Scores, lse: Tensor) -> Moments:
 def _tiled_moments(scores: Scores) -> Moments:
     entropies, means = [], []
     for start in range(0, scores.length, TILE):
-        tile = tile_scores(scores, start, min(start + TILE, scores.length))
-        log_p = tile.logits - tile.lse[..., None]
+        stop = min(start + TILE, scores.length)
+        logits, lse = tile_scores(scores, start, stop)
+        log_p = logits - lse[..., None]
         p = log_p.exp()
         # -sum p (s - lse), not lse - sum p s: with ALiBi (sum p - 1) |s| leaks 5e-3 nats
-        entropies.append(-(p * log_p.clamp_min(-1e4)).sum(-1) + _sink_entropy(scores, tile))
-        key = torch.arange(tile.first_key, tile.stop, device=p.device, dtype=torch.float32)
+        entropy = -(p * log_p.clamp_min(-1e4)).sum(-1)
+        if scores.sinks is not None:  # an outcome too: -p ln p of the mass that no key receives
+            log_sink = scores.sinks.float()[None, :, None] - lse
+            entropy = entropy + -(log_sink.exp() * log_sink)
+        entropies.append(entropy)
+        key = torch.arange(stop - p.shape[-1], stop, device=p.device, dtype=torch.float32)
         means.append(p @ key / p.sum(-1).clamp_min(1e-30))
     return Moments(torch.cat(entropies, 2).clamp_min(0), torch.cat(means, 2))
-
-
-def _sink_entropy(scores: Scores, tile: QueryTile) -> Tensor | float:
-    """The learned sink is an outcome too: -p ln p of the mass that no key receives."""
-    if scores.sinks is None:
-        return 0.0
-    log_p = scores.sinks.float()[None, :, None] - tile.lse
-    return -(log_p.exp() * log_p)
 
 
 def bucket_mass(

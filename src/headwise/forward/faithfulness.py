@@ -8,9 +8,10 @@ the short one that `guard` runs before a verb's work: one text, tapped and untap
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,8 +78,8 @@ def require_eval(model: PreTrainedModel) -> None:
 
 def boundaries(model: PreTrainedModel) -> dict[str, int]:
     """Windows, chunks and caches that the config names, in tokens."""
-    found = dict(_numbers(model.config.get_text_config().to_dict()))
-    return {name: value for name, value in found.items() if _BOUNDARY.search(name) and value > 1}
+    numbers = dict(_numbers(model.config.get_text_config().to_dict()))
+    return {name: value for name, value in numbers.items() if _BOUNDARY.search(name) and value > 1}
 
 
 def _numbers(config: Mapping[Any, Any]) -> Iterator[tuple[str, int]]:
@@ -111,13 +112,13 @@ def compare_runs(model: PreTrainedModel, *, seed: int = 0) -> Difference:
     length = proof_length(model)
     ids = random_ids(model, 2, length, seed)
     names = _implementations(model)
-    found = []
+    errors = []
     for mask in (_padding(ids, "left"), _padding(ids, "right"), torch.ones_like(ids)):
         plain = {name: _own_logits(model, ids, mask, name) for name in names}
         _require_numbers(model, plain.values())
         if _agree(model, plain.values()):
-            found += [_compare(model, ids, mask, name, plain[name]) for name in names]
-    if not found:
+            errors += [_compare(model, ids, mask, name, plain[name]) for name in names]
+    if not errors:
         raise UnknownArchitectureError(
             f"this {model.config.model_type!r} model does not agree with itself: run as "
             f"{' and as '.join(names)} its logits differ",
@@ -126,9 +127,9 @@ def compare_runs(model: PreTrainedModel, *, seed: int = 0) -> Difference:
     return Difference(
         length,
         names,
-        logits=max(logits for logits, _ in found),
+        logits=max(logits for logits, _ in errors),
         contributions=_contribution_error(model, ids[:1]),
-        losses=max(losses for _, losses in found),
+        losses=max(losses for _, losses in errors),
         attention=_attention_error(model, ids[:1]),
     )
 
@@ -183,23 +184,19 @@ def _contribution_error(model: PreTrainedModel, ids: Tensor) -> float:
     entered: dict[int, Tensor] = {}
     shown: dict[int, Tensor] = {}
 
-    def enter(layer: int) -> Callable[..., None]:
-        def keep(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            entered[layer] = inputs[0]
-
-        return keep
+    def enter(layer: int, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        entered[layer] = inputs[0]
 
     def show(attention: LayerAttention) -> None:
         shown[attention.layer] = attention.out.transpose(1, 2).flatten(2)
 
     layers = attention_layers(model)
-    handles = [projection_of(model, n, "o").register_forward_pre_hook(enter(n)) for n in layers]
-    try:
+    with ExitStack() as hooks:
+        for n in layers:
+            projection = projection_of(model, n, "o")
+            hooks.enter_context(projection.register_forward_pre_hook(partial(enter, n)))
         with tapped(model, show):
             backbone_of(model)(ids, use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
     return max(relative(shown[n], entered[n].reshape(shown[n].shape)) for n in layers)
 
 
@@ -225,13 +222,13 @@ def _attention_error(model: PreTrainedModel, ids: Tensor) -> float | None:
 
         def read(attention: LayerAttention) -> None:
             p = _with_sinks(dense[layers.index(attention.layer)].float(), attention)
-            entropy = torch.special.entr(p).sum(-1) + _learned(p)
-            found = (
-                mass_at(attention.scores, attention.lse, None),
-                mass_at(attention.scores, attention.lse, 1),
-            )
-            errors.append(float((found[0] - p[..., 0]).abs().max()))
-            errors.append(float((found[1][..., 1:] - p.diagonal(-1, 2, 3)).abs().max()))
+            entropy = torch.special.entr(p).sum(-1)
+            # what no key receives is the share of a learned sink, which is an outcome too
+            entropy = entropy + torch.special.entr((1 - p.sum(-1)).clamp_min(0))
+            first = mass_at(attention.scores, attention.lse, None)
+            previous = mass_at(attention.scores, attention.lse, 1)[..., 1:]
+            errors.append(float((first - p[..., 0]).abs().max()))
+            errors.append(float((previous - p.diagonal(-1, 2, 3)).abs().max()))
             moment = moments(attention.scores, attention.lse)
             errors.append(float((moment.entropy - entropy).mean(-1).abs().max()))
 
@@ -249,12 +246,6 @@ def _with_sinks(
     if sinks is None or bool((p.sum(-1) < 1 - 1e-4).any()):
         return p
     return p * (1 - (sinks.float()[None, :, None] - attention.lse).exp())[..., None]
-
-
-def _learned(p: Float[Tensor, "batch head query key"]) -> Float[Tensor, "batch head query"]:
-    """The entropy of what no key receives: the share of a learned sink."""
-    entropy: Tensor = torch.special.entr((1 - p.sum(-1)).clamp_min(0))
-    return entropy
 
 
 def _dense_attention(model: PreTrainedModel, ids: Tensor) -> list[Tensor] | None:

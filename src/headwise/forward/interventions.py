@@ -8,19 +8,19 @@ what each variant costs, in memory or layer by layer from disk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from headwise.errors import SettingsError
 from headwise.forward.attention import attend
 from headwise.forward.mean_outputs import head_mean
-from headwise.forward.partial_run import RecordedCall
+from headwise.forward.partial_run import Rerun
 from headwise.forward.tap import LayerAttention, tapped
 from headwise.heads import Head
 from headwise.models.architectures import projection_of
@@ -34,14 +34,14 @@ class Intervention:
     """A name, and what each head of a layer gives instead of its own output."""
 
     name: str
-    outputs: Callable[[LayerAttention, RecordedCall], HeadOutputs] = field(repr=False)
+    outputs: Callable[[LayerAttention, Rerun], HeadOutputs] = field(repr=False)
 
 
-def _zeros(attention: LayerAttention, _: RecordedCall) -> HeadOutputs:
+def _zeros(attention: LayerAttention, _: Rerun) -> HeadOutputs:
     return attention.out.new_zeros(()).expand_as(attention.out)
 
 
-def without_first_key(attention: LayerAttention, _: RecordedCall | None = None) -> HeadOutputs:
+def without_first_key(attention: LayerAttention, _: Rerun | None = None) -> HeadOutputs:
     """The heads' outputs without the first key; the first query has no other and keeps it."""
     scores = attention.scores
     visible = scores.visible
@@ -63,7 +63,7 @@ UNSINK = Intervention("unsink", without_first_key)
 def mean_output(model: PreTrainedModel, means: Float[Tensor, "layer head value"]) -> Intervention:
     """Every token gets the head's mean output; `means` are those of `measure_means`."""
 
-    def outputs(attention: LayerAttention, _: RecordedCall) -> HeadOutputs:
+    def outputs(attention: LayerAttention, _: Rerun) -> HeadOutputs:
         heads = [Head(attention.layer, index) for index in range(attention.out.shape[1])]
         rows = torch.stack([head_mean(model, means, head) for head in heads])
         return rows[None, :, None].to(attention.out).expand_as(attention.out)
@@ -75,7 +75,7 @@ def patched_queries(model: PreTrainedModel, name: str, patch: Patch) -> Interven
     """The heads look with the queries of a patch, computed by the family's own code."""
     _require_queries_only(name, patch)
 
-    def outputs(attention: LayerAttention, call: RecordedCall) -> HeadOutputs:
+    def outputs(attention: LayerAttention, call: Rerun) -> HeadOutputs:
         layer = attention.layer
         queries = {part: one for part, one in patch.slices.items() if _is_query(part)}
         slices = [one for part, one in queries.items() if _layer(part) == layer]
@@ -84,7 +84,7 @@ def patched_queries(model: PreTrainedModel, name: str, patch: Patch) -> Interven
             _changed_queries(projection_of(model, layer, "q"), slices),
             tapped(model, lambda again: seen.append(again.out)),
         ):
-            call.again()
+            call()
         return seen[0]
 
     return Intervention(name, outputs)
@@ -98,9 +98,8 @@ def _layer(part: str) -> int:
     return Head.parse(part.rsplit(".", 1)[0]).layer
 
 
-@contextmanager
-def _changed_queries(projection: nn.Module, slices: Sequence[Slice]) -> Iterator[None]:
-    """The query projection gives what it would with other slices; its weights stay."""
+def _changed_queries(projection: nn.Module, slices: Sequence[Slice]) -> RemovableHandle:
+    """While open the query projection gives what it would with other slices; its weights stay."""
 
     def change(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         changed = output.clone()
@@ -112,11 +111,7 @@ def _changed_queries(projection: nn.Module, slices: Sequence[Slice]) -> Iterator
                 changed[..., span.start : span.stop] += args[0] @ (delta if span.axis else delta.T)
         return changed
 
-    handle = projection.register_forward_hook(change)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return projection.register_forward_hook(change)
 
 
 def _require_queries_only(name: str, patch: Patch) -> None:
@@ -153,7 +148,7 @@ class Variant:
 def substitute(
     variants: Sequence[Variant],
     attention: LayerAttention,
-    call: RecordedCall | None,
+    call: Rerun | None,
     base_outputs: Mapping[Intervention, HeadOutputs],
 ) -> Float[Tensor, "variant_text head query value"] | None:
     """The outputs of a layer that runs one copy of the texts per variant: i's in the i-th copy.

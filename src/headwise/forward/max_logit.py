@@ -9,8 +9,6 @@ tokens; beyond it the value is a lower bound and `upper` says how far it may be 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -21,21 +19,15 @@ EXACT_LENGTH = 4096
 _FIRST = 8  # queries per head that are looked at before anything else
 
 
-@dataclass(frozen=True)
-class MaxLogits:
-    """The largest logit of a text, head by head, and the bound it cannot exceed."""
-
-    value: Float[Tensor, "batch head"]
-    upper: Float[Tensor, "batch head"]
-
-
 def max_logits(
     scores: Scores,
     lse: Float[Tensor, "batch head query"],
     real: Bool[Tensor, "batch query"],
     largest: Float[Tensor, "batch head query"] | None = None,
-) -> MaxLogits:
-    """Largest logit over visible keys of real queries; a bias on keys counts from the query's own.
+) -> tuple[Float[Tensor, "batch head"], Float[Tensor, "batch head"]]:
+    """Largest logit over visible keys of real queries, and the bound that it cannot exceed.
+
+    A bias on keys counts from the query's own.
 
     ALiBi is a bias m j on keys here; relative to key t it is the published -m (t - j). `largest` is
     the ln of each query's largest share of attention, if a pass over all pairs has found it.
@@ -43,8 +35,8 @@ def max_logits(
     reach = lse if scores.bias is None else lse - scores.bias[:, :, 0]
     reach = torch.where(real[:, None], reach, -torch.inf)
     if largest is not None:
-        found = (reach + largest).amax(-1)
-        return MaxLogits(found, found)
+        exact = (reach + largest).amax(-1)
+        return exact, exact
     top, first = reach.topk(min(_FIRST, scores.length), dim=-1)
     value, upper = torch.empty_like(top[..., 0]), torch.empty_like(top[..., 0])
     for text, head in torch.cartesian_prod(*(torch.arange(n) for n in reach.shape[:2])).tolist():
@@ -55,7 +47,7 @@ def max_logits(
             best, rest = torch.maximum(best, _largest(scores, text, head, rest)), rest[:0]
         value[text, head] = best
         upper[text, head] = own[rest].max() if len(rest) else best
-    return MaxLogits(value, upper)
+    return value, upper
 
 
 def _largest(

@@ -7,13 +7,14 @@ Used to skip frozen layers in training and to price ablations without re-running
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from headwise.forward.replaced_forward import replaced_forward
@@ -27,31 +28,38 @@ from headwise.models.architectures import (
 
 Keywords = dict[str, Any]  # of a module's call, as torch hands them to a hook
 Hidden = Float[Tensor, "text position hidden"]
+Rerun = Callable[[], Any]  # calls a module once more with the arguments it was called with
 LayerInput = Float[Tensor, "*stream text position hidden"]  # gemma3n has several streams
 
 
-class _StopError(Exception):
-    """Ends a forward pass once the wanted layer input has been seen."""
+class SeenError(Exception):
+    """Not a failure: ends a forward pass once a hook has seen what was wanted."""
+
+    def __init__(self, seen: Any) -> None:
+        super().__init__()
+        self.seen = seen
+
+
+def run_until_seen(model: PreTrainedModel, ids: Int[Tensor, "text position"]) -> Any:
+    """Run the backbone until a hook raises `SeenError`, and return what the hook has seen."""
+    try:
+        backbone_of(model)(input_ids=ids, use_cache=False)
+    except SeenError as end:
+        return end.seen
+    raise AssertionError("the layer did not run")
 
 
 def layer_input(
     model: PreTrainedModel, ids: Int[Tensor, "text position"], layer: int
 ) -> LayerInput:
     """The hidden states that enter `layer`; later layers do not run."""
-    seen: list[Tensor] = []
 
     def stop(_: nn.Module, args: tuple[Any, ...], kwargs: Keywords) -> None:
-        seen.append(_first(args, kwargs).detach())
-        raise _StopError
+        raise SeenError(_first(args, kwargs).detach())
 
-    handle = layers_of(model)[layer].register_forward_pre_hook(stop, with_kwargs=True)
-    try:
-        backbone_of(model)(input_ids=ids, use_cache=False)
-    except _StopError:
-        return seen[0]
-    finally:
-        handle.remove()
-    raise AssertionError(f"layer {layer} did not run")
+    with layers_of(model)[layer].register_forward_pre_hook(stop, with_kwargs=True):
+        hidden: Tensor = run_until_seen(model, ids)
+    return hidden
 
 
 def layer_inputs(
@@ -68,60 +76,38 @@ def layer_inputs(
     def keep(_: nn.Module, args: tuple[Any, ...], kwargs: Keywords) -> None:
         inputs.append(_first(args, kwargs).detach())
 
-    def keep_attention(layer: int) -> Callable[..., None]:
-        def keep_output(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            attended[layer] = output
+    def keep_output(layer: int, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        attended[layer] = output
 
-        return keep_output
-
-    handles = [one.register_forward_pre_hook(keep, with_kwargs=True) for one in layers_of(model)]
-    for layer, module in attention_modules(model).items():
-        if layer in attended_layers:
-            handles.append(module.register_forward_hook(keep_attention(layer)))
-    try:
+    with ExitStack() as hooks:
+        for one in layers_of(model):
+            hooks.enter_context(one.register_forward_pre_hook(keep, with_kwargs=True))
+        for layer, module in attention_modules(model).items():
+            if layer in attended_layers:
+                hooks.enter_context(module.register_forward_hook(partial(keep_output, layer)))
         last = backbone_of(model)(input_ids=ids, use_cache=False).last_hidden_state
-    finally:
-        for handle in handles:
-            handle.remove()
     return inputs, attended, last
-
-
-@dataclass(frozen=True)
-class RecordedCall:
-    """What one layer's attention module was called with."""
-
-    module: nn.Module = field(repr=False)
-    args: tuple[Any, ...] = field(repr=False)
-    kwargs: Mapping[str, object] = field(repr=False)
-
-    def again(self) -> None:
-        """Call the module once more; an open tap sees it."""
-        self.module(*self.args, **self.kwargs)
 
 
 @contextmanager
 def attention_calls(
     model: PreTrainedModel, layers: Collection[int] | None = None
-) -> Iterator[dict[int, RecordedCall]]:
-    """The calls of attention modules in the forward pass inside, by layer; default: all layers."""
-    calls: dict[int, RecordedCall] = {}
+) -> Iterator[dict[int, Rerun]]:
+    """The calls of attention modules in the forward pass inside, by layer; default: all layers.
 
-    def keep(layer: int) -> Callable[..., None]:
-        def keep_call(module: nn.Module, args: tuple[Any, ...], kwargs: Keywords) -> None:
-            calls[layer] = RecordedCall(module, args, kwargs)
+    A module that is called again is seen by an open tap.
+    """
+    calls: dict[int, Rerun] = {}
 
-        return keep_call
+    def keep(layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: Keywords) -> None:
+        calls[layer] = partial(module, *args, **kwargs)
 
-    handles = [
-        module.register_forward_pre_hook(keep(layer), with_kwargs=True)
-        for layer, module in attention_modules(model).items()
-        if layers is None or layer in layers
-    ]
-    try:
+    with ExitStack() as hooks:
+        for layer, module in attention_modules(model).items():
+            if layers is None or layer in layers:
+                hook = partial(keep, layer)
+                hooks.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
         yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def replaced_attention(
@@ -153,22 +139,15 @@ def run_layer(
     model: PreTrainedModel, ids: Int[Tensor, "text position"], layer: int, hidden: LayerInput
 ) -> LayerInput:
     """What one layer makes of `hidden`; no other layer runs."""
-    seen: list[Tensor] = []
 
     def stop(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        seen.append(output[0] if isinstance(output, tuple) else output)
-        raise _StopError
+        raise SeenError(output[0] if isinstance(output, tuple) else output)
 
     module = layers_of(model)[layer]
-    handle = module.register_forward_hook(stop)
-    try:
-        with _passing_through(model, layer), _swapped_input(module, hidden):
-            backbone_of(model)(input_ids=ids, use_cache=False)
-    except _StopError:
-        return seen[0]
-    finally:
-        handle.remove()
-    raise AssertionError(f"layer {layer} did not run")
+    stopped = module.register_forward_hook(stop)
+    with _passing_through(model, layer), _swapped_input(module, hidden), stopped:
+        result: Tensor = run_until_seen(model, ids)
+    return result
 
 
 def after_layers(
@@ -184,18 +163,13 @@ def after_layers(
     return last
 
 
-@contextmanager
-def _swapped_input(layer: nn.Module, hidden: LayerInput) -> Iterator[None]:
+def _swapped_input(layer: nn.Module, hidden: LayerInput) -> RemovableHandle:
     def swap(_: nn.Module, args: tuple[Any, ...], kwargs: Keywords) -> Any:
         if args:
             return (hidden, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": hidden}
 
-    handle = layer.register_forward_pre_hook(swap, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return layer.register_forward_pre_hook(swap, with_kwargs=True)
 
 
 def _passing_through(model: PreTrainedModel, stop: int) -> AbstractContextManager[None]:

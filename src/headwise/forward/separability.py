@@ -30,11 +30,11 @@ from headwise.forward.faithfulness import (
     tolerance_of,
     wrong_positions,
 )
+from headwise.forward.partial_run import SeenError, run_until_seen
 from headwise.forward.tap import LayerAttention, tapped
 from headwise.heads import Head
 from headwise.models.architectures import (
     architecture_of,
-    backbone_of,
     geometry_of,
     is_proposed,
     keep_row,
@@ -236,22 +236,11 @@ def _seen(model: PreTrainedModel, ids: Tensor, layer: int) -> dict[str, Tensor]:
         if attention.layer == layer:
             scores = attention.scores
             parts = {"q": scores.q, "k": scores.k, "v": attention.v, "out": attention.out}
-            raise _SeenError({name: part[0] for name, part in parts.items()})
+            raise SeenError({name: part[0] for name, part in parts.items()})
 
-    try:
-        with tapped(model, read):
-            backbone_of(model)(ids, use_cache=False)
-    except _SeenError as seen:
-        return seen.parts
-    raise AssertionError(f"layer {layer} did not run")
-
-
-class _SeenError(Exception):
-    """Not a failure: ends a forward pass once the wanted layer has been seen."""
-
-    def __init__(self, parts: dict[str, Tensor]) -> None:
-        super().__init__()
-        self.parts = parts
+    with tapped(model, read):
+        parts: dict[str, Tensor] = run_until_seen(model, ids)
+    return parts
 
 
 @contextmanager

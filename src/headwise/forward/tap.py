@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,7 +77,12 @@ class _Tap:
     def show(self, module: nn.Module, scores: Scores, v: Tensor) -> Tensor:
         out, lse = attend(scores, v)
         if id(module) not in self.layers:
-            raise _unnamed_error(module)
+            raise HeadwiseError(
+                "attention ran in a module that the family's row does not name",
+                where=type(module).__name__,
+                fix="some of this model's layers share or lack keys and values: their heads are "
+                "not separable; choose another model",
+            )
         layer = self.layers[id(module)]
         self.seen.add(layer)
         if self.reader is None:
@@ -96,15 +102,6 @@ class _Tap:
         heads = gated.unflatten(-1, (attention.out.shape[1], -1)).transpose(1, 2)
         replaced = self.reader(replace(attention, out=heads, before_gate=attention.out))
         return None if replaced is None else replaced.transpose(1, 2).flatten(2)
-
-
-def _unnamed_error(module: nn.Module) -> HeadwiseError:
-    return HeadwiseError(
-        "attention ran in a module that the family's row does not name",
-        where=type(module).__name__,
-        fix="some of this model's layers share or lack keys and values: their heads are not "
-        "separable; choose another model",
-    )
 
 
 _open: list[_Tap] = []
@@ -127,8 +124,13 @@ def tapped(model: PreTrainedModel, reader: Reader | None = None) -> Iterator[Non
     )
     _open.append(tap)
     try:
-        gates = _read_behind_gates(model, tap)
-        with using_implementation(model, NAME), _forwards(tap.row, list(modules.values())), gates:
+        call, bypassing = tap.row.attention_call, list(modules.values())
+        with ExitStack() as stack:
+            stack.enter_context(using_implementation(model, NAME))
+            if call is not None:  # the family bypasses transformers' interface
+                forward = partial(_attending, call)
+                stack.enter_context(replaced_forward(bypassing, forward))
+            stack.enter_context(_read_behind_gates(model, tap))
             yield
     finally:
         _open.remove(tap)
@@ -167,31 +169,20 @@ def using_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
 def _read_behind_gates(model: PreTrainedModel, tap: _Tap) -> Iterator[None]:
     """What enters the output projection is what a gated head contributes."""
 
-    def before(layer: int) -> Callable[..., tuple[Tensor] | None]:
-        def read(_: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor] | None:
-            replaced = tap.show_gated(layer, inputs[0]) if tap is _open[-1] else None
-            return None if replaced is None else (replaced,)
+    def read(layer: int, _: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor] | None:
+        replaced = tap.show_gated(layer, inputs[0]) if tap is _open[-1] else None
+        return None if replaced is None else (replaced,)
 
-        return read
-
-    layers = tap.layers.values() if tap.row.gated else ()
-    handles = [projection_of(model, n, "o").register_forward_pre_hook(before(n)) for n in layers]
-    try:
+    with ExitStack() as hooks:
+        for layer in tap.layers.values() if tap.row.gated else ():
+            projection = projection_of(model, layer, "o")
+            hooks.enter_context(projection.register_forward_pre_hook(partial(read, layer)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
-def _forwards(row: Architecture, modules: list[nn.Module]) -> AbstractContextManager[None]:
-    """Another forward for attention modules of families that bypass the interface."""
-    call = row.attention_call
-    if call is None:
-        return nullcontext()
-    return replaced_forward(modules, lambda module, previous: _attending(module, call))
+def _attending(call: Callable[..., AttentionInputs], module: nn.Module, _: Forward) -> Forward:
+    """Another forward for an attention module of a family that bypasses the interface."""
 
-
-def _attending(module: nn.Module, call: Callable[..., AttentionInputs]) -> Forward:
     def forward(*args: Any, **kwargs: Any) -> Any:
         for name in ("layer_past", "past_key_values"):
             if kwargs.get(name) is not None:
@@ -248,21 +239,12 @@ def _interface(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """The function that transformers calls in place of its own attention."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = _scores(
-        module,
-        query,
-        key,
-        scale,
-        softcap=softcap,
-        sinks=s_aux,
-        **_mask_parts(attention_mask),
-    )
+    parts = {"softcap": options.get("softcap"), "sinks": options.get("s_aux")}
+    scores = _scores(module, query, key, scale, **parts, **_mask_parts(attention_mask))
     out = _open[-1].show(module, scores, value)
     return out.transpose(1, 2).contiguous(), None
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import product
 from typing import Any
 
 from jaxtyping import Float
@@ -26,38 +28,26 @@ def before_rotation(
     """While open `tell` hears of queries and keys after projection and norm, before RoPE."""
     parts: dict[int, dict[str, Tensor]] = {}
 
-    def hook(layer: int, role: str) -> Any:
-        def keep(_: nn.Module, __: Any, output: Tensor) -> None:
-            found = parts.setdefault(layer, {})
-            found[role] = output.detach()
-            if {"q", "k"} <= set(found) or "qkv" in found:
-                tell(layer, *_split(model, layer, parts.pop(layer)))
+    def keep(layer: int, role: str, _: nn.Module, __: Any, output: Tensor) -> None:
+        outputs = parts.setdefault(layer, {})
+        outputs[role] = output.detach()
+        if {"q", "k"} <= set(outputs) or "qkv" in outputs:
+            tell(layer, *_split(model, layer, parts.pop(layer)))
 
-        return keep
-
-    handles = []
-    for layer in layers:
-        module = attention_of(model, layer)
-        fused = len(architecture_of(model).projections) == 1
-        roles = ("qkv",) if fused else ("q", "k")
-        for role in roles:
-            source = _pre_rotation_module(model, module, layer, role)
-            handles.append(source.register_forward_hook(hook(layer, role)))
-    try:
+    fused = len(architecture_of(model).projections) == 1
+    with ExitStack() as hooks:
+        for layer, role in product(layers, ("qkv",) if fused else ("q", "k")):
+            source = _pre_rotation_module(model, layer, role)
+            hooks.enter_context(source.register_forward_hook(partial(keep, layer, role)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
-def _pre_rotation_module(
-    model: PreTrainedModel, module: nn.Module, layer: int, role: str
-) -> nn.Module:
+def _pre_rotation_module(model: PreTrainedModel, layer: int, role: str) -> nn.Module:
     """The last module before rotation: the norm where a family has one, else the projection."""
     if role == "qkv":
         return projection_of(model, layer, "q")
     for name in (f"{role}_norm", f"{role}_layernorm"):
-        norm = getattr(module, name, None)
+        norm = getattr(attention_of(model, layer), name, None)
         if isinstance(norm, nn.Module):
             return norm
     return projection_of(model, layer, "q" if role == "q" else "k")

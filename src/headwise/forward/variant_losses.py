@@ -24,7 +24,7 @@ from headwise.forward.gelu import fused_gelu
 from headwise.forward.interventions import HeadOutputs, Intervention, Variant, substitute
 from headwise.forward.losses import shifted_targets, token_losses
 from headwise.forward.partial_run import (
-    RecordedCall,
+    Rerun,
     attention_calls,
     layer_inputs,
     replaced_attention,
@@ -72,7 +72,6 @@ def variant_losses(
     *,
     batch_size: int = 1,
     stack: int | None = None,
-    room: int | None = None,
     title: str = "costs of heads",
     progress: Progress = silent,
 ) -> VariantLosses:
@@ -80,14 +79,14 @@ def variant_losses(
 
     In memory `stack` variants of `batch_size` texts run as one batch; by default one text (nothing
     is padding then) and as many variants as fill `TOKENS` tokens. From disk as many variants go up
-    at once as their hidden states fit into `room` bytes.
+    at once as their hidden states fit into memory.
     """
     work = list(batches(encoded, batch_size)) if variants else []
     base, losses = np.zeros(len(encoded)), np.zeros((len(variants), len(encoded)))
     tokens = np.array([len(ids) - 1 for ids in encoded])
     if work and stored_weights(model) is not None:
         order = [text for batch in work for text in batch.index]
-        rows = sweep_variants(model, work, variants, room=room, title=title, progress=progress)
+        rows = sweep_variants(model, work, variants, title=title, progress=progress)
         base[order], losses[:, order] = rows[0], rows[1:]
         return VariantLosses(base, losses, tokens)
 
@@ -126,7 +125,7 @@ class BasePass:
     lengths: Int[Tensor, "text"]
     inputs: list[Tensor] = field(repr=False)  # of every layer
     attention: dict[int, LayerAttention] = field(repr=False)
-    calls: dict[int, RecordedCall] = field(repr=False)
+    calls: dict[int, Rerun] = field(repr=False)
     attended: dict[int, Any] = field(repr=False)  # what attention modules returned, often a tuple
     losses: Losses = field(repr=False)
 

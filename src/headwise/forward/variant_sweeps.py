@@ -7,8 +7,7 @@ not once for each head and text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headwise.forward.interventions import HeadOutputs, Intervention, Variant, substitute
+from headwise.forward.interventions import Variant, substitute
 from headwise.forward.layer_by_layer import (
     embedding_by_rows,
     first_state,
@@ -25,7 +24,7 @@ from headwise.forward.layer_by_layer import (
     through,
 )
 from headwise.forward.losses import shifted_targets, stored_losses
-from headwise.forward.partial_run import RecordedCall, after_layers, attention_calls
+from headwise.forward.partial_run import Rerun, after_layers, attention_calls
 from headwise.forward.tap import LayerAttention
 from headwise.models.architectures import layers_of
 from headwise.models.loading import free_memory
@@ -34,14 +33,7 @@ from headwise.texts.batches import Batch
 
 TOKENS = 2048  # of variants that run as one batch: enough for the GEMMs, few enough for the caches
 _SHARE = 0.25  # of free memory that the variants' hidden states may take
-
-
-@dataclass(frozen=True)
-class _Start:
-    """The hidden states of the model as it is where a sweep begins."""
-
-    layer: int
-    states: list[Tensor] = field(repr=False)
+_Start = tuple[int, list[Tensor]]  # a layer, and what enters it of each batch of the model as it is
 
 
 @torch.inference_mode()
@@ -50,98 +42,105 @@ def sweep_variants(
     work: Sequence[Batch],
     variants: Sequence[Variant],
     *,
-    room: int | None = None,
     title: str = "",
     progress: Progress = silent,
 ) -> Float[np.ndarray, "row document"]:
     """Summed losses in the order of the batches: of the model as it is, then of each variant."""
     order = sorted(range(len(variants)), key=lambda v: variants[v].lowest)
+    count = len(layers_of(model))
+    losses = np.zeros((1 + len(variants), sum(len(batch.lengths) for batch in work)))
     with embedding_by_rows(model):
-        start = _Start(0, [first_state(model, batch.ids) for batch in work])
-        each = sum(state.numel() * state.element_size() for state in start.states)
-        most = max(1, int((_SHARE * free_memory() if room is None else room) // max(each, 1)))
+        start: _Start = 0, [first_state(model, batch.ids) for batch in work]
+        each = sum(state.numel() * state.element_size() for state in start[1])
+        most = max(1, int(_SHARE * free_memory() // max(each, 1)))
         groups = [order[at : at + most] for at in range(0, len(order), most)]
-        losses = np.zeros((1 + len(variants), sum(len(batch.lengths) for batch in work)))
         for number, group in enumerate(groups):
             following = groups[number + 1][0] if number + 1 < len(groups) else None
             keep = None if following is None else variants[following].lowest
             name = title if len(groups) == 1 else f"{title}, reading {number + 1} of {len(groups)}"
-            sweep = _Sweep(model, work, [variants[v] for v in group])
-            start, rows = sweep.run(start, keep, name, progress)
-            losses[[0, *(1 + v for v in group)]] = rows
+
+            def report(layer: int, name: str = name) -> None:
+                progress(name, layer, count, "layers")
+
+            chosen = [variants[v] for v in group]
+            start, losses[[0, *(1 + v for v in group)]] = _sweep(
+                model, work, chosen, start, keep, report
+            )
     return losses
 
 
-@dataclass(frozen=True)
-class _Sweep:
-    """Some variants on their way up, beside the model as it is."""
+def _sweep(
+    model: PreTrainedModel,
+    work: Sequence[Batch],
+    variants: Sequence[Variant],
+    start: _Start,
+    keep: int | None,
+    report: Callable[[int], None],
+) -> tuple[_Start, Float[np.ndarray, "row document"]]:
+    """Take some variants up beside the model as it is.
 
-    model: PreTrainedModel
-    work: Sequence[Batch]
-    variants: list[Variant]
-    states: dict[tuple[int, int], Tensor] = field(default_factory=dict, repr=False)
+    Returns where the next sweep begins (the layer `keep`), and losses: of the model as it is, then
+    of the variants.
+    """
+    first, base = start[0], list(start[1])
+    states: list[dict[int, Tensor]] = [{} for _ in work]  # by variant, once it has begun
+    report(first)
+    for layer in range(first, len(layers_of(model))):
+        if layer == keep:
+            start = layer, list(base)
+        with layer_at_hand(model, layer):
+            require_faithful(model, layer, work[0].ids, base[0])
+            for number, batch in enumerate(work):
+                base[number] = _one_layer(
+                    model, layer, batch.ids, variants, base[number], states[number]
+                )
+        report(layer + 1)
+    rows = [base, *([state.pop(v) for state in states] for v in range(len(variants)))]
+    return start, _losses(model, work, rows)
 
-    def run(
-        self, start: _Start, keep: int | None, title: str, progress: Progress
-    ) -> tuple[_Start, Float[np.ndarray, "row document"]]:
-        """Where the next sweep begins, and losses: of the model as it is, then of the variants."""
-        base, following = list(start.states), start
-        count = len(layers_of(self.model))
-        progress(title, start.layer, count, "layers")
-        for layer in range(start.layer, count):
-            if layer == keep:
-                following = _Start(layer, list(base))
-            with layer_at_hand(self.model, layer):
-                require_faithful(self.model, layer, self.work[0].ids, base[0])
-                for number in range(len(self.work)):
-                    base[number] = self._layer(layer, number, base[number])
-            progress(title, layer + 1, count, "layers")
-        return following, self._losses(base)
 
-    def _layer(self, layer: int, number: int, base: Tensor) -> Tensor:
-        """One layer of one batch: the model as it is, then every variant that has begun."""
-        ids = self.work[number].ids
-        begun = [v for v, one in enumerate(self.variants) if one.lowest <= layer]
-        before = {v: self.states.get((v, number), base) for v in begun}
-        after, known = self._base(layer, ids, base)
-        size = max(1, TOKENS // ids.numel())
-        for some in (begun[at : at + size] for at in range(0, len(begun), size)):
-            stacked = torch.cat([before[v] for v in some], -3)  # gemma3n: streams come before
-            variants = [self.variants[v] for v in some]
-            with attention_calls(self.model, (layer,)) as calls:
+def _one_layer(
+    model: PreTrainedModel,
+    layer: int,
+    ids: Tensor,
+    variants: Sequence[Variant],
+    base: Tensor,
+    states: dict[int, Tensor],
+) -> Tensor:
+    """One layer of one batch: of the model as it is, then of every variant that has begun."""
+    seen: list[LayerAttention] = []
+    with attention_calls(model, (layer,)) as calls:
+        after = through(model, ids, layer, base, seen.append)
+    kinds = {one.intervention: None for one in variants if one.lowest == layer}
+    known = {kind: kind.outputs(seen[0], calls[layer]) for kind in kinds}
+    begun = [v for v, one in enumerate(variants) if one.lowest <= layer]
+    size = max(1, TOKENS // ids.numel())
+    for some in (begun[at : at + size] for at in range(0, len(begun), size)):
+        stacked = torch.cat([states.get(v, base) for v in some], -3)  # gemma3n: streams come first
+        chosen = [variants[v] for v in some]
+        with attention_calls(model, (layer,)) as calls:
 
-                def read(
-                    attention: LayerAttention,
-                    variants: list[Variant] = variants,
-                    calls: dict[int, RecordedCall] = calls,
-                ) -> Tensor | None:
-                    return substitute(variants, attention, calls[layer], known)
+            def read(
+                attention: LayerAttention,
+                chosen: list[Variant] = chosen,
+                calls: dict[int, Rerun] = calls,
+            ) -> Tensor | None:
+                return substitute(chosen, attention, calls[layer], known)
 
-                state = through(self.model, ids.repeat(len(some), 1), layer, stacked, read)
-            for v, one in zip(some, state.chunk(len(some), -3), strict=True):
-                self.states[v, number] = one
-        return after
+            state = through(model, ids.repeat(len(some), 1), layer, stacked, read)
+        states.update(zip(some, state.chunk(len(some), -3), strict=True))
+    return after
 
-    def _base(
-        self, layer: int, ids: Tensor, hidden: Tensor
-    ) -> tuple[Tensor, dict[Intervention, HeadOutputs]]:
-        """The layer of the model as it is, and what heads of variants that begin here give."""
-        seen: list[LayerAttention] = []
-        with attention_calls(self.model, (layer,)) as calls:
-            after = through(self.model, ids, layer, hidden, seen.append)
-        kinds = {one.intervention: None for one in self.variants if one.lowest == layer}
-        return after, {kind: kind.outputs(seen[0], calls[layer]) for kind in kinds}
 
-    def _losses(self, base: list[Tensor]) -> Float[np.ndarray, "row document"]:
-        numbers = range(len(self.work))
-        changed = [[self.states[v, n] for n in numbers] for v in range(len(self.variants))]
-        rows = [base, *changed]
-        lasts, targets = [], []
-        for row in rows:
-            for batch, state in zip(self.work, row, strict=True):
-                lasts.append(after_layers(self.model, batch.ids, state))
-                targets.append(shifted_targets(batch.ids, batch.lengths))
-        self.states.clear()
-        sums = [one.double().sum(1) for one in stored_losses(self.model, lasts, targets)]
-        losses: np.ndarray = torch.cat(sums).view(len(rows), -1).numpy()
-        return losses
+def _losses(
+    model: PreTrainedModel, work: Sequence[Batch], rows: Sequence[list[Tensor]]
+) -> Float[np.ndarray, "row document"]:
+    lasts, targets = [], []
+    for row in rows:
+        for batch, state in zip(work, row, strict=True):
+            lasts.append(after_layers(model, batch.ids, state))
+            targets.append(shifted_targets(batch.ids, batch.lengths))
+        row.clear()  # frees the memory of the hidden states
+    sums = [one.double().sum(1) for one in stored_losses(model, lasts, targets)]
+    losses: np.ndarray = torch.cat(sums).view(len(rows), -1).numpy()
+    return losses
