@@ -103,8 +103,8 @@ def attention(
     def read(layer: LayerAttention) -> None:
         indices = [head.index for head in chosen if head.layer == layer.layer]
         if indices:
-            tile = tile_scores(layer.scores, 0, layer.scores.length)
-            weights = (tile.logits - tile.lse[..., None]).exp()[0, indices].cpu()
+            logits, lse = tile_scores(layer.scores, 0, layer.scores.length)
+            weights = (logits - lse[..., None]).exp()[0, indices].cpu()
             for index, weight in zip(indices, weights, strict=True):
                 patterns[Head(layer.layer, index)] = weight
 
