@@ -83,7 +83,7 @@ def diagnosis_measurement(
     sample, dormant = _sample(encoded), list[Tensor | None]()
     measured = yield from heads_measurement(
         model,
-        batches(encoded, batch_size),
+        batches(encoded, batch_size, model=model),
         skip_queries=skip_queries,
         pooled=True,
         visit=lambda layer: dormant.append(dormant_weights(model, layer)),

@@ -38,7 +38,7 @@ def first_order_importance(
     tokens = sum(len(ids) - 1 for ids in encoded)
     numbers = attention_layers(model)
     with frozen(model):
-        work = list(batches(encoded, batch_size))
+        work = list(batches(encoded, batch_size, model=model))
         for _, found in shared_out(partial(head_slopes, model), work):
             for layer, (out, slope) in found.items():
                 products = out.double() * slope.double()

@@ -13,6 +13,7 @@ from headwise.forward.faithfulness import SHORTEST, require_eval, wrong_position
 from headwise.forward.separability import prove_row
 from headwise.models.architectures import is_proposed
 from headwise.models.loaded_model import LoadedModel
+from headwise.models.rope import forget_longer_texts
 from headwise.models.stored_weights import stored_weights
 
 
@@ -27,6 +28,7 @@ def guard(model: LoadedModel | PreTrainedModel, longest: int = SHORTEST) -> None
     if stored_weights(model) is not None:
         return  # it would be read twice over: a streamed layer is compared when it runs
     require_eval(model)
+    forget_longer_texts(model)
     if is_proposed(model):
         prove_row(model)
     wrong, worst = wrong_positions(model, longest)

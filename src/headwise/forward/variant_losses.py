@@ -81,7 +81,7 @@ def variant_losses(
     is padding then) and as many variants as fill `TOKENS` tokens. From disk as many variants go up
     at once as their hidden states fit into memory.
     """
-    work = list(batches(encoded, batch_size)) if variants else []
+    work = list(batches(encoded, batch_size, model=model)) if variants else []
     base, losses = np.zeros(len(encoded)), np.zeros((len(variants), len(encoded)))
     tokens = np.array([len(ids) - 1 for ids in encoded])
     if work and stored_weights(model) is not None:

@@ -236,7 +236,7 @@ def _capture_portion(
     first, encoded = portion
     layers = sorted({head.layer for head in heads})
     found: dict[tuple[int, Kind], list[Rows]] = {}
-    for batch in batches(encoded, batch_size):
+    for batch in batches(encoded, batch_size, model=model):
         for layer, q, k in _vectors(model, batch.ids, layers, settings.pre_rope):
             for kind, rows in _rows(batch, first, layer, (q, k), settings):
                 found.setdefault((layer, kind), []).extend(rows)
@@ -279,7 +279,7 @@ def _streamed_capture(
     work = [
         (path, first, batch)
         for path, (first, encoded) in portions.items()
-        for batch in batches(encoded, batch_size)
+        for batch in batches(encoded, batch_size, model=model)
     ]
     last = {path: number for number, (path, _, _) in enumerate(work)}
     hidden = _needs_unrotated(model, settings.pre_rope)

@@ -303,13 +303,16 @@ def _evaluate_as_it_is(
     how: _How,
 ) -> Evaluation:
     documents = [encoded[text] for text in _judged(text_sets, how).texts]
+    work = list(batches(documents, how.batch_size, model=loaded.model))
     losses, diagnosis, means, active = run_measurements(
         loaded.model,
         [
             _losses_measurement(loaded, text_sets, encoded, how),
             _diagnosis_measurement(loaded, text_sets, encoded, how),
-            means_measurement(loaded.model, batches(documents, how.batch_size)),
-            dormancy_measurement(loaded.model, batches(documents, how.batch_size)),
+            means_measurement(loaded.model, work),
+            dormancy_measurement(
+                loaded.model, batches(documents, how.batch_size, model=loaded.model)
+            ),
         ],
         title="losses, heads and neurons",
         progress=how.progress,

@@ -117,7 +117,7 @@ def losses_measurement(
     windows = make_windows(encoded, max_length, stride or max(1, max_length // 2), prefix)
     sums = np.zeros(len(encoded))
     tokens = np.zeros(len(encoded), dtype=np.int64)
-    work = list(batches(windows.encoded, batch_size, apart=apart))
+    work = list(batches(windows.encoded, batch_size, model=loaded.model, apart=apart))
     wanted = [_targets(batch, windows) for batch in work]
 
     def take(number: int, _: int | None, losses: Float[Tensor, "text position"]) -> None:

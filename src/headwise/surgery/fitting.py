@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from headwise.models.architectures import max_positions
 from headwise.models.loaded_model import LoadedModel
+from headwise.models.rope import length_class
 from headwise.settings import changed
 from headwise.surgery.recipe import (
     Recipe,
@@ -17,7 +18,7 @@ from headwise.surgery.recipe import (
     known_recipe,
 )
 from headwise.surgery.settings import TRAINED, RepairRequest
-from headwise.texts.corpus import Corpus, build_corpus
+from headwise.texts.corpus import Corpus, build_corpus, split_blocks
 from headwise.texts.text_sets import TextSet, as_text_set, default_corpus
 
 
@@ -51,6 +52,7 @@ def fit_request(
     # a fitted batch follows from the tokens, so the corpus need not fill the one of the start
     smallest = changed(recipe, batch_size=1, accumulation=1) if fitted else recipe
     blocks = corpus if isinstance(corpus, Corpus) else _cut(loaded, corpus, smallest, excluded)
+    blocks = split_blocks(blocks, length_class(loaded.model))
     if fitted:
         recipe = changed(fit_corpus(recipe, blocks.info.train_tokens), **request.changes)
         recipe = fit_positions(recipe, loaded.max_positions)

@@ -26,6 +26,7 @@ from headwise.errors import TrainingError
 from headwise.forward.divergence import divergence
 from headwise.forward.losses import shifted_targets, summed_loss
 from headwise.models.architectures import backbone_of, device_of
+from headwise.models.rope import length_class
 from headwise.progress import Progress, silent
 from headwise.ranks import anyone, gathered_tensors, place, shared_out
 from headwise.surgery.checkpoints import (
@@ -147,7 +148,12 @@ def optimizer_step(
 def backward_step(job: Job, blocks: list[tuple[int, Batch]], tokens: int) -> float:
     """Gradients of the mean loss over all micro-batches of a step; returns that loss."""
     size = job.run.recipe.batch_size
-    parts = [blocks[start : start + size] for start in range(0, len(blocks), size)]
+    kind = length_class(job.model)
+    parts = [
+        [(number, block) for number, block in chunk if kind(int(block.lengths.max())) == one]
+        for chunk in (blocks[start : start + size] for start in range(0, len(blocks), size))
+        for one in dict.fromkeys(kind(int(block.lengths.max())) for _, block in chunk)
+    ]
     with job.forward():
         passes = [partial(_backward_part, job, part, tokens) for part in parts]
         return sum_gradients(job.trained, passes)

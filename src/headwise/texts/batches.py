@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Int
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from headwise.errors import ModelError, TextError
 from headwise.models.loaded_model import LoadedModel
+from headwise.models.rope import LengthClass, length_class
 
 DEFAULT_MAX_LENGTH = 512
 _SAMPLE = 64  # texts that tell how long the others are
@@ -133,22 +135,44 @@ class Batch:
 
 
 def batches(
-    encoded: Sequence[Sequence[int]], batch_size: int, *, apart: int = 0
+    encoded: Sequence[Sequence[int]],
+    batch_size: int,
+    *,
+    model: PreTrainedModel | None = None,
+    apart: int = 0,
 ) -> Iterator[Batch]:
     """Batches of texts of similar length, longest first (so memory peaks at once).
 
-    The first texts, as many as `apart` says, have batches of their own: a measurement of those
-    alone makes the same ones, and shares their forward passes.
+    Texts that the model reads differently beside each other (`length_class`) share no batch. The
+    first texts, as many as `apart` says, have batches of their own: a measurement of those alone
+    makes the same ones, and shares their forward passes.
     """
+    kind: LengthClass = (lambda _: 0) if model is None else length_class(model)
     for numbers in (range(apart), range(apart, len(encoded))):
         order = sorted(numbers, key=lambda i: (-len(encoded[i]), i))
-        for start in range(0, len(order), batch_size):
-            chosen = order[start : start + batch_size]
-            lengths = torch.tensor([len(encoded[i]) for i in chosen])
-            ids = torch.zeros(len(chosen), int(lengths.max()), dtype=torch.long)
-            for row, i in enumerate(chosen):
-                ids[row, : len(encoded[i])] = torch.tensor(list(encoded[i]))
-            yield Batch(ids, lengths, tuple(chosen))
+        for _, alike in groupby(order, key=lambda i: kind(len(encoded[i]))):
+            same = list(alike)
+            for start in range(0, len(same), batch_size):
+                chosen = same[start : start + batch_size]
+                lengths = torch.tensor([len(encoded[i]) for i in chosen])
+                ids = torch.zeros(len(chosen), int(lengths.max()), dtype=torch.long)
+                for row, i in enumerate(chosen):
+                    ids[row, : len(encoded[i])] = torch.tensor(list(encoded[i]))
+                yield Batch(ids, lengths, tuple(chosen))
+
+
+def split_batch(batch: Batch, kind: LengthClass) -> list[Batch]:
+    """A batch as one for each class of its rows' lengths, each cut to its longest row."""
+    classes = [kind(int(length)) for length in batch.lengths]
+    if len(set(classes)) == 1:
+        return [batch]
+    parts = []
+    for one in dict.fromkeys(classes):
+        rows = [row for row, own in enumerate(classes) if own == one]
+        lengths = batch.lengths[rows]
+        index = tuple(batch.index[row] for row in rows)
+        parts.append(Batch(batch.ids[rows, : int(lengths.max())], lengths, index))
+    return parts
 
 
 def join_batches(parts: Sequence[Batch]) -> Batch:

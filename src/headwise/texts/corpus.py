@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from headwise.artefacts import content_hash
 from headwise.errors import TextError
 from headwise.models.first_token import FirstToken
-from headwise.texts.batches import Batch, batches, token_ids
+from headwise.models.rope import LengthClass
+from headwise.texts.batches import Batch, batches, split_batch, token_ids
 from headwise.texts.corpus_info import CorpusInfo
 from headwise.texts.text_sets import TextSet, document_hash
 
@@ -111,6 +112,15 @@ def _blocks(
         groups[-1].append(index)
         room -= len(pieces[index])
     return [_block([pieces[i] for i in group], [owners[i] for i in group]) for group in groups]
+
+
+def split_blocks(corpus: Corpus, kind: LengthClass) -> Corpus:
+    """The corpus in blocks whose rows may share a batch."""
+    train, validation = (
+        tuple(part for block in blocks for part in split_batch(block, kind))
+        for blocks in (corpus.train, corpus.validation)
+    )
+    return replace(corpus, train=train, validation=validation)
 
 
 def _block(pieces: list[list[int]], owners: list[int]) -> Batch:

@@ -26,11 +26,12 @@ from headwise.forward.variant_losses import BasePass, base_pass, losses_from
 from headwise.heads import Head
 from headwise.intervals import LEVEL
 from headwise.models.patch import Patch, Slice
+from headwise.models.rope import length_class
 from headwise.surgery.operation import unchanged
 from headwise.surgery.plan import SurgeryPlan
 from headwise.surgery.sink_directions import LayerDirections
 from headwise.surgery.treatments import Dose, Prescription, treated_slices, treatment_named
-from headwise.texts.batches import Batch, join_batches
+from headwise.texts.batches import Batch, join_batches, split_batch
 from headwise.texts.corpus import spread_blocks
 from headwise.therapy.values import Tried
 from headwise.triaging.settings import TriageThresholds
@@ -81,7 +82,8 @@ def choose_doses(
     """
     if not heads:
         return DoseChoice({}, math.nan, math.nan, ())
-    search = _Search(model, plan, directions, _mixed_batches(spread_blocks(blocks, DOSE_BLOCKS)))
+    mixed = _mixed_batches(model, spread_blocks(blocks, DOSE_BLOCKS))
+    search = _Search(model, plan, directions, mixed)
     stock = search.begin({})
     decayed = search.decayed(heads)
     treatments = (*SEARCHED, *(REGROWN if decayed else ()))
@@ -107,10 +109,11 @@ def _choice(search: _Search, stock: Sums, tried: Sequence[Tried]) -> DoseChoice:
     )
 
 
-def _mixed_batches(blocks: Sequence[Batch]) -> list[Batch]:
+def _mixed_batches(model: PreTrainedModel, blocks: Sequence[Batch]) -> list[Batch]:
     """Batches with short and long blocks in each: the first ones may have to speak for all."""
-    count = -(-len(blocks) // _BATCH)
-    return [join_batches(blocks[at::count]) for at in range(count)]
+    count, kind = -(-len(blocks) // _BATCH), length_class(model)
+    mixed = [join_batches(blocks[at::count]) for at in range(count)]
+    return [part for batch in mixed for part in split_batch(batch, kind)]
 
 
 class _Search:

@@ -23,6 +23,7 @@ from headwise.integrity.locks import one_writer
 from headwise.models.architectures import layers_of, require_plain
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.patch import Patch
+from headwise.models.rope import length_class
 from headwise.models.values import PatchInfo
 from headwise.progress import Budget, Progress, Work, silent, stage, unlimited
 from headwise.provenance import Origin, require_same_origin
@@ -41,7 +42,7 @@ from headwise.surgery.settings import RepairRequest
 from headwise.surgery.sink_directions import LayerDirections
 from headwise.surgery.treatments import with_treatment
 from headwise.surgery.values import PATCH, Outcome, RunSettings, chosen_before, is_finished
-from headwise.texts.corpus import Corpus, build_corpus, spread_blocks
+from headwise.texts.corpus import Corpus, build_corpus, split_blocks, spread_blocks
 from headwise.texts.text_sets import TextSet, as_text_set, default_texts
 from headwise.texts.unigram import unigram_loss
 from headwise.therapy.auto import choice_blocks, without_targets, write_plan
@@ -407,7 +408,8 @@ def _held(
         excluded=excluded,
         first_token=loaded.first_token,
     )
-    held = hold(loaded.model, spread_blocks(corpus.train, _HELD_BLOCKS))
+    blocks = split_blocks(corpus, length_class(loaded.model)).train
+    held = hold(loaded.model, spread_blocks(blocks, _HELD_BLOCKS))
     return replace(held, documents=corpus.documents)
 
 

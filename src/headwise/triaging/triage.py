@@ -213,7 +213,7 @@ def _interventions(
     heads = plan.target_heads
     if not heads:
         return []
-    blocks = list(batches(encoded, 4))
+    blocks = list(batches(encoded, 4, model=model))
     directions = directions or measure_directions(model, blocks, sorted({h.layer for h in heads}))
     treated = _treated(model, plan, settings.dose, directions)
     return [ZERO, mean_output(model, measure_means(model, blocks)), UNSINK, *treated]

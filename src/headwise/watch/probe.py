@@ -46,7 +46,8 @@ def encode_probe(
     guard(loaded.model, max(map(len, encoded)))
     measured = MeasureSettings(loaded.length(settings.max_length), 0, loaded.bos)
     described = texts.describe(sum(map(len, encoded)))
-    return tuple(batches(encoded, settings.batch_size)), Provenance(described, measured, versions())
+    probe = tuple(batches(encoded, settings.batch_size, model=loaded.model))
+    return probe, Provenance(described, measured, versions())
 
 
 def read_heads(model: nn.Module, probe: tuple[Batch, ...]) -> Maps:
