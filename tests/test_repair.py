@@ -27,7 +27,8 @@ from headwise.models.patch import Patch
 from headwise.surgery.modes import random_heads_plan
 from headwise.surgery.operation import operate
 from headwise.surgery.plan import SurgeryPlan
-from headwise.surgery.settings import MODES, TRAINED
+from headwise.surgery.plan_settings import MODES
+from headwise.surgery.settings import TRAINED
 from headwise.surgery.values import RunSettings, is_finished
 from headwise.texts.text_sets import TextSet
 from headwise.therapy.repair import repair

@@ -25,7 +25,8 @@ from headwise.studies.arms import open_setting
 from headwise.studies.study import load_study
 from headwise.surgery.fitting import fit_request
 from headwise.surgery.plan import SurgeryPlan, make_plan, plans_of
-from headwise.surgery.settings import MODES, TRAINED, TREATED, RepairRequest
+from headwise.surgery.plan_settings import MODES, TREATED
+from headwise.surgery.settings import TRAINED, RepairRequest
 from headwise.surgery.values import RunSettings
 from headwise.texts.corpus import build_corpus
 from headwise.texts.text_sets import TextSet, document_hash

@@ -13,34 +13,42 @@ from typer.testing import CliRunner
 from typing_extensions import Doc
 
 import headwise
-from headwise.cli import app, handover, heads, proof, study, triage, watch
+from headwise.cli import app
 from headwise.cli.verbs import verb
+from headwise.handover.push import push
 from headwise.keywords import ChangesOf
 from headwise.models.settings import LoadSettings
+from headwise.plasticity.settings import PlasticitySettings
+from headwise.surgery.recipe import Recipe
+
+COMMANDS = typer.main.get_command(app).commands
 
 # What only a person at a terminal needs: where to write, what to print, which files to read.
-TERMINAL = {"model", "texts", "lines", "out", "quiet", "yes", "figures", "write_row"}
+TERMINAL = {"model", "texts", "lines", "out", "quiet", "yes", "figures", "write_row", "help"}
 TERMINAL |= {"csv", "dry_run", "init", "report"}
 # What only a program has: values in hand, and callbacks.
 PROGRAM = {"text_sets", "prompts", "budget", "progress", "joint", "stock", "directions"}
-PROGRAM |= {"measures", "rules", "checkpoints", "whole_layers"}
-LOADING = {field.name for field in fields(LoadSettings)} | {"bos", "stream"}
+PROGRAM |= {"measures", "rules", "checkpoints", "whole_layers", "excluded"}
+LOADING = {field.name for field in fields(LoadSettings)}
 
 VERBS = {
-    "diagnose": (heads.diagnose, headwise.diagnose),
-    "survey": (heads.survey, headwise.survey),
-    "check": (heads.check, headwise.check),
-    "plan": (heads.plan, headwise.make_plan),
-    "apply": (heads.apply, headwise.apply_patches),
-    "triage": (triage.triage, headwise.triage),
-    "evaluate": (proof.evaluate, headwise.evaluate),
-    "complete": (proof.complete, headwise.complete),
-    "capture": (proof.capture, headwise.capture),
-    "watch": (watch.watch, headwise.watch_checkpoints),
-    "study": (study.study, headwise.run_study),
-    "report": (study.report, headwise.write_report),
-    "compare": (proof.compare, headwise.compare),
-    "export": (handover.export, headwise.export_peft),
+    "diagnose": headwise.diagnose,
+    "survey": headwise.survey,
+    "check": headwise.check,
+    "plan": headwise.make_plan,
+    "apply": headwise.apply_patches,
+    "triage": headwise.triage,
+    "repair": headwise.repair,
+    "evaluate": headwise.evaluate,
+    "complete": headwise.complete,
+    "capture": headwise.capture,
+    "plasticity": headwise.measure_plasticity,
+    "watch": headwise.watch_checkpoints,
+    "study": headwise.run_study,
+    "report": headwise.write_report,
+    "compare": headwise.compare,
+    "export": headwise.export_peft,
+    "push": push,
 }
 # Arguments that have another name in the library, where they are values and not files.
 OTHERWISE = {
@@ -48,13 +56,27 @@ OTHERWISE = {
     "watch": {"checkpoints": "folder"},
     "study": {"file": "study", "resume": None},
     "export": {"peft": "out"},
+    "plasticity": {"folder": "source", "config": None},
 }
+CHANGES = {"repair": Recipe, "plasticity": PlasticitySettings}  # options that change a file's value
 
 
 def record_of(kind):
     """The settings type that an annotation names, also if it may be None."""
     found = [one for one in (kind, *getattr(kind, "__args__", ())) if is_dataclass(one)]
     return found[0] if len(found) == 1 and found[0].__module__.endswith("settings") else None
+
+
+def options(name):
+    """Names and defaults of a verb's options, without those that change the value of a file."""
+    changes = CHANGES[name].model_fields if name in CHANGES else {}
+    documented = {key for key, info in changes.items() if any(map(is_doc, info.metadata))}
+    found = {p.name: MISSING if p.required else p.default for p in COMMANDS[name].params}
+    return {key: value for key, value in found.items() if key not in documented}
+
+
+def is_doc(mark):
+    return isinstance(mark, Doc)
 
 
 def keywords(function):
@@ -68,27 +90,30 @@ def keywords(function):
 
 
 def written_out(record):
-    kinds, found = get_type_hints(record), {}
+    kinds, found = get_type_hints(record, include_extras=True), {}
     for field in fields(record):
         inner = record_of(kinds[field.name])
-        found |= written_out(inner) if inner else {field.name: field.default}
+        if inner:
+            found |= written_out(inner)
+        elif any(map(is_doc, getattr(kinds[field.name], "__metadata__", ()))):
+            found[field.name] = field.default
     return found
 
 
 @pytest.mark.parametrize("name", VERBS)
 def test_a_verbs_options_are_the_keywords_of_its_function_with_the_same_defaults(name):
-    command, function = (keywords(one) for one in VERBS[name])
+    command, function = options(name), keywords(VERBS[name])
     command = {OTHERWISE.get(name, {}).get(key, key): value for key, value in command.items()}
     command.pop(None, None)
     asked = set(command) - TERMINAL - (LOADING - set(function))
     taken = set(function) - TERMINAL - PROGRAM - (LOADING - set(command))
-    taken -= {next(iter(function))} - asked  # the model, or the source
+    taken -= {next(iter(function)), "changes", "options"} - asked  # the model, or the source
     assert asked - set(function) == set()
     assert taken - set(command) == set()
     missing = (MISSING, inspect.Parameter.empty)
     for key in asked & taken:
-        if function[key] not in missing and command[key] not in missing:
-            assert command[key] == function[key], key
+        if function[key] not in missing and command[key] is not MISSING:
+            assert (command[key] or None) == (function[key] or None), key  # no list is None
 
 
 def test_how_a_model_is_loaded_is_written_once():
@@ -119,7 +144,7 @@ def test_settings_are_put_together_from_options(monkeypatch):
     monkeypatch.setattr("headwise.cli.verbs.app", own)
     seen = []
 
-    @verb("Short.", example="ask")
+    @verb("ask", "Short.", example="ask")
     def ask(settings: Asked, on: Annotated[bool, Doc("A switch.")] = False) -> None:
         """Long."""
         seen.append((settings, on))
@@ -144,7 +169,7 @@ def test_changes_are_what_was_given_and_nothing_else(monkeypatch):
     monkeypatch.setattr("headwise.cli.verbs.app", own)
     seen = []
 
-    @verb("Short.", example="ask")
+    @verb("ask", "Short.", example="ask")
     def ask(
         changes: Annotated[dict[str, Any], ChangesOf(Filed)],
         keep: Annotated[str | None, Doc("Another.")] = None,

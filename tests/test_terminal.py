@@ -11,12 +11,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
-from headwise.cli import show
+from headwise.cli import app, show
 from headwise.cli.options import wrote
-from headwise.cli.repair import repaired
+from headwise.cli.repair import run_lines
 from headwise.cli.show import console, grid_of, head_grid, rich_table
 from headwise.diagnosis.view import diagnosis_table
+from headwise.errors import HeadwiseError
 from headwise.intervals import Interval
 from headwise.surgery.plan import make_plan
 from headwise.tables import table
@@ -126,16 +128,20 @@ def test_a_repair_that_left_the_model_worse_says_so(stock, worse, tmp_path):
         stock_loss=stock,
         patch=SimpleNamespace(num_weights=7),
     )
-    told = " ".join(repaired(done, None))
+    told = " ".join(run_lines(done, None))
     assert ("0.5000 worse than stock" in told) == worse
 
 
-@pytest.mark.parametrize(
-    "verb", ["check", "diagnose", "triage --diagnosis d", "evaluate", "complete", "capture"]
-)
+@pytest.mark.parametrize("verb", ["check", "diagnose", "evaluate", "complete", "capture"])
 def test_a_verb_says_that_it_loads_before_torch_is_imported(verb):
     code = "import sys; sys.modules['torch'] = None; from headwise.cli import app; app()"
     command = [sys.executable, "-c", code, *verb.split(), "some/model"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert "loading some/model" in done.stdout
     assert "torch" in done.stderr
+
+
+def test_a_triage_without_its_diagnosis_is_refused_before_anything_is_loaded(tmp_path):
+    done = CliRunner().invoke(app, ["triage", "some/model", "--diagnosis", str(tmp_path / "d")])
+    assert isinstance(done.exception, HeadwiseError)
+    assert "loading" not in done.output

@@ -15,10 +15,12 @@ from headwise.models.settings import LoadSettings
 
 
 @verb(
+    "export",
     "A patch of low rank as an exact PEFT adapter.",
     example="export out/run/patch.safetensors --peft adapter/",
+    without=("bos", "stream"),
 )
-def export(
+def export_verb(
     patch: Annotated[Path, typer.Argument(help="patch.safetensors")],
     peft: Annotated[Path, Doc("Folder for the PEFT adapter.")],
     loading: LoadSettings,
@@ -42,8 +44,8 @@ def export(
     console().print(f"wrote a PEFT adapter of {base} in {made.folder}", style="dim")
 
 
-@verb("Model card and upload.", example="push repaired/ me/repaired --run out/run")
-def push(
+@verb("push", "Model card and upload.", example="push repaired/ me/repaired --run out/run")
+def push_verb(
     folder: Annotated[Path, typer.Argument(help="A merged model or a PEFT adapter.")],
     to: Annotated[str, typer.Argument(metavar="REPO", help="A hub id, or a local folder.")],
     run: Annotated[Path | None, Doc("The run whose artefacts the model card tells.")] = None,
@@ -51,7 +53,7 @@ def push(
 ) -> None:
     """Write a model card from the artefacts and upload the folder."""
     from headwise.cli.show import console
-    from headwise.handover.push import push as upload
+    from headwise.handover.push import push
 
-    place = upload(folder, to, run=run, private=private)
+    place = push(folder, to, run=run, private=private)
     console().print(f"pushed {folder} with its model card to {place}")

@@ -10,47 +10,35 @@ import typer
 from typing_extensions import Doc
 
 from headwise.cli.app import resumable
-from headwise.cli.options import (
-    Figures,
-    Model,
-    Out,
-    alarm,
-    announce,
-    load,
-    load_reader,
-    wrote,
-)
+from headwise.cli.options import Figures, Model, Out, Reading, alarm, announce, load, wrote
 from headwise.cli.verbs import verb
 from headwise.diagnosis.settings import DiagnoseSettings
-from headwise.keywords import Bos, Seed, keywords_of
-from headwise.models.settings import LoadSettings, ReaderSettings
+from headwise.keywords import Seed, keywords_of
+from headwise.models.settings import LoadSettings
 from headwise.surgery.plan_settings import PlanSettings
 from headwise.texts.settings import TextSettings
 
 
 @verb(
+    "diagnose",
     "Every head: where it looks, what it gives, its class.",
     example="diagnose MODEL --out out/d",
 )
-def diagnose(
-    model: Model,
-    texts: TextSettings,
+def diagnose_verb(
+    reading: Reading,
     settings: DiagnoseSettings,
-    reading: ReaderSettings,
     figures: Figures = True,
     out: Out = Path("out/diagnosis"),
 ) -> None:
     """Measure every head: where its attention goes, what it gives, whether it collapsed."""
-    announce(model)
+    loaded, texts = reading.open(settings.max_length)
     from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import console, head_grid, rich_table
-    from headwise.diagnosis.diagnose import diagnose as run
+    from headwise.diagnosis.diagnose import diagnose
     from headwise.diagnosis.view import diagnosis_table
 
-    given = texts.read()
-    loaded = load_reader(model, reading, settings.max_length)
     with resumable("nothing was written"), progress_bars() as progress:
-        diagnosis = run(loaded, given, **keywords_of(settings), progress=progress)
+        diagnosis = diagnose(loaded, texts, **keywords_of(settings), progress=progress)
     written, screen = [diagnosis.save(out / "diagnosis.json")], console()
     if figures:
         screen.print("drawing figures", style="dim")
@@ -64,34 +52,33 @@ def diagnose(
 
 
 @verb(
+    "survey",
     "Several models or diagnoses in one table and figure.",
     example="survey out/a/diagnosis.json out/b/diagnosis.json",
 )
-def survey(
+def survey_verb(
     sources: Annotated[
         list[str], typer.Argument(metavar="MODEL|DIAGNOSIS.json...", help="Models or diagnoses.")
     ],
     texts: TextSettings,
     settings: DiagnoseSettings,
     loading: LoadSettings,
-    bos: Bos = None,
     out: Out = Path("out/survey"),
 ) -> None:
     """Compare several models, or saved diagnoses, in one table and one figure."""
     from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import print_tables
     from headwise.diagnosis.figures import survey_panels
-    from headwise.diagnosis.survey import survey as run
+    from headwise.diagnosis.survey import survey
     from headwise.diagnosis.view import survey_table
     from headwise.drawing import save_figure
 
     with resumable("nothing was written"), progress_bars() as progress:
-        result = run(
+        result = survey(
             sources,
             texts=texts.read(),
             **keywords_of(settings),
             **keywords_of(loading),
-            bos=bos,
             progress=progress,
         )
     written = [
@@ -102,8 +89,13 @@ def survey(
     wrote(written)
 
 
-@verb("Is the family known, and are its heads separable?", example="check MODEL")
-def check(
+@verb(
+    "check",
+    "Is the family known, and are its heads separable?",
+    example="check MODEL",
+    without=("bos", "stream"),
+)
+def check_verb(
     model: Model,
     loading: LoadSettings,
     write_row: Annotated[bool, Doc("Print the model's row, to contribute it.")] = False,
@@ -115,12 +107,12 @@ def check(
     from headwise.artefacts import save_artefact
     from headwise.cli.show import check_summary, console
     from headwise.errors import UnknownArchitectureError
-    from headwise.forward.separability import check as run
+    from headwise.forward.separability import check
 
     screen = console()
     loaded = load(model, loading)
     screen.print("moving every kind of slice, one at a time", style="dim")
-    result = run(loaded.model, seed=seed)
+    result = check(loaded.model, seed=seed)
     path = save_artefact(out / "check.json", "check", {**result.to_json(), "model": loaded.id})
     if not result.passed:
         raise UnknownArchitectureError(
@@ -137,10 +129,11 @@ def check(
 
 
 @verb(
+    "plan",
     "Which heads are operated on, and how.",
     example="plan out/d --heads 'sick & layer >= 4' --out plan.yaml",
 )
-def plan(
+def plan_verb(
     diagnosis: Annotated[
         Path, typer.Argument(help="diagnosis.json, triage.json, evaluation.json or a folder.")
     ],
@@ -165,21 +158,22 @@ def plan(
     from headwise.proof.compare import read_snapshot
     from headwise.surgery.plan import make_plan
 
-    found = read_snapshot(diagnosis)
-    costs = {} if found.evaluation is None else {"ablation_cost": found.evaluation.cost_map()}
-    source = found.triage or found.diagnosis
-    made = make_plan(source, measures=costs, **keywords_of(settings))
+    read = read_snapshot(diagnosis)
+    costs = {} if read.evaluation is None else {"ablation_cost": read.evaluation.cost_map()}
+    plan = make_plan(read.triage or read.diagnosis, measures=costs, **keywords_of(settings))
     path = out if out.suffix in (".yaml", ".yml") else out / "plan.yaml"
-    made.save(path)
-    print_tables([made.table()])
+    plan.save(path)
+    print_tables([plan.table()])
     wrote([path])
 
 
 @verb(
+    "apply",
     "An ordinary model directory with the patch; --undo.",
     example="apply MODEL out/run/patch.safetensors --out repaired/",
+    without=("bos", "stream"),
 )
-def apply(
+def apply_verb(
     model: Model,
     patches: Annotated[list[Path], typer.Argument(metavar="PATCH...", help="patch.safetensors")],
     loading: LoadSettings,

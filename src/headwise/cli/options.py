@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,51 +13,68 @@ from typing_extensions import Doc
 
 from headwise.cli.app import quiet
 from headwise.keywords import keywords_of
-from headwise.models.settings import LoadSettings, ReaderSettings
+from headwise.models.settings import LoadSettings
+from headwise.texts.settings import TextSettings
 
 if TYPE_CHECKING:
     from headwise.alarms import Alarm
     from headwise.models.loaded_model import LoadedModel
     from headwise.progress import Budget, Work
+    from headwise.texts.text_sets import TextSet
 
 
 MODEL_HELP = "A hub id, a model directory, a .gguf file, or the word `patient`."
-
-
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
-
-
 Out = Annotated[Path, Doc("Folder for what is written.")]
-
-
 Figures = Annotated[bool, Doc("Draw the figures too.")]
-
-
 Yes = Annotated[bool, Doc("Start even if it takes over 24 h or all memory.")]
 
 
-def minding(yes: bool) -> Budget:
-    """What a verb gives to its library function: say what the work will cost, refuse the absurd."""
+@dataclass(frozen=True)
+class Reading:
+    """Which model reads which texts."""
+
+    model: Model
+    texts: TextSettings
+    loading: LoadSettings
+
+    def open(self, max_length: int) -> tuple[LoadedModel, TextSet | None]:
+        """Load the model and the texts that are named, texts first: they are refused sooner."""
+        announce(self.model)
+        texts = self.texts.read()
+        return load_reader(self.model, self.loading, max_length), texts
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where a verb writes, whether it goes on with what is there, and how much it may take."""
+
+    out: Out
+    resume: Annotated[bool, Doc("Go on with what is in --out.")] = False
+    figures: Figures = True
+    yes: Yes = False
+
+
+def budget(yes: bool) -> Budget:
+    """Print the estimated cost of the work; raise if it is over the limits and `yes` is false."""
     from headwise.cli.show import console
 
-    def mind(model: Any, work: Work) -> None:
+    def check(model: Any, work: Work) -> None:
         from headwise.cost import estimate_cost, require_affordable
 
         cost = estimate_cost(model, work)
         console().print(str(cost), style="dim")
         require_affordable(cost, work, yes)
 
-    return mind
+    return check
 
 
-def load(
-    name: str, loading: LoadSettings, *, bos: bool | None = None, stream: bool | None = None
-) -> LoadedModel:
+def load(name: str, loading: LoadSettings) -> LoadedModel:
     """Load a model; one that is read by a row that only its shape suggests is proved first."""
     from headwise.models.architectures import is_proposed
     from headwise.models.loading import load_model
 
-    loaded = load_model(name, **keywords_of(loading), bos=bos, stream=stream)
+    loaded = load_model(name, **keywords_of(loading))
     if is_proposed(loaded.model):
         from headwise.forward.separability import prove_row
 
@@ -76,13 +94,13 @@ def announce(name: str) -> None:
     console().print(f"loading {name}", style="dim")
 
 
-def load_reader(name: str, reading: ReaderSettings, max_length: int | None = None) -> LoadedModel:
+def load_reader(name: str, loading: LoadSettings, max_length: int | None = None) -> LoadedModel:
     """Load a model that is to read text, and say how its texts will start and where they end."""
     from headwise.cli.show import console
     from headwise.models.stored_weights import stored_weights
 
     screen = console()
-    loaded = load(name, reading.loading, bos=reading.bos, stream=reading.stream)
+    loaded = load(name, loading)
     stored = stored_weights(loaded.model)
     if stored is not None:
         size = f"{stored.num_bytes / 1e9:.1f} GB of weights stay on disk"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,72 +13,69 @@ from headwise.cli.options import (
     Figures,
     Model,
     Out,
+    Output,
+    Reading,
     Yes,
     alarm,
     announce,
+    budget,
     load_reader,
-    minding,
     wrote,
 )
 from headwise.cli.verbs import verb
-from headwise.keywords import BatchSize, Bos, ChangesOf, Patches, Seed, keywords_of
-from headwise.models.settings import LoadSettings, ReaderSettings
+from headwise.keywords import BatchSize, ChangesOf, Patches, Seed, keywords_of
+from headwise.models.settings import LoadSettings
 from headwise.plasticity.settings import CaptureSettings, PlasticitySettings
 from headwise.proof.settings import EvaluateSettings, Sampling
-from headwise.texts.settings import TextSettings
 
 if TYPE_CHECKING:
-    from headwise.plasticity.run import Plasticity
-    from headwise.plasticity.values import HeadFailure
     from headwise.proof.completed_texts import Completions
 
 
 @verb(
+    "evaluate",
     "Perplexity, and what each head is worth.",
     example="evaluate MODEL --patch out/run/patch.safetensors --out out/after",
 )
-def evaluate(
-    model: Model,
-    texts: TextSettings,
+def evaluate_verb(
+    reading: Reading,
     settings: EvaluateSettings,
-    reading: ReaderSettings,
     out: Out = Path("out/evaluation"),
     yes: Yes = False,
 ) -> None:
     """Perplexities with intervals, what every head is worth, dormant neurons."""
-    announce(model)
+    loaded, texts = reading.open(settings.max_length)
     from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import print_tables
-    from headwise.proof.evaluate import evaluate as run
+    from headwise.proof.evaluate import evaluate
     from headwise.proof.view import evaluation_tables
 
-    given = texts.read()
-    loaded = load_reader(model, reading, settings.max_length)
     with resumable("nothing was written"), progress_bars() as progress:
-        found = run(
+        evaluation = evaluate(
             loaded,
-            None if given is None else [given],
+            None if texts is None else [texts],
             **keywords_of(settings),
-            budget=minding(yes),
+            budget=budget(yes),
             progress=progress,
         )
-    print_tables(evaluation_tables(found))
-    wrote([found.save(out / "evaluation.json")])
-    alarm(found.alarms)
+    print_tables(evaluation_tables(evaluation))
+    wrote([evaluation.save(out / "evaluation.json")])
+    alarm(evaluation.alarms)
 
 
 @verb(
+    "complete",
     "Prompts with and without each patch, side by side.",
     example="complete MODEL --patch out/run/patch.safetensors",
+    without=("stream",),
 )
-def complete(
+def complete_verb(
     model: Model,
     sampling: Sampling,
     loading: LoadSettings,
     patches: Patches = (),
     prompts: Annotated[Path | None, Doc("Prompts, one a line or .jsonl.")] = None,
     batch_size: BatchSize = 10,
-    bos: Bos = None,
     out: Out = Path("out/completions"),
 ) -> None:
     """Complete prompts with the stock model and with each patch, side by side."""
@@ -87,38 +83,39 @@ def complete(
     from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import print_tables
     from headwise.proof.completed_texts import read_prompts
-    from headwise.proof.completions import complete as run
+    from headwise.proof.completions import complete
     from headwise.proof.view import completions_table
 
     chosen = None if prompts is None else read_prompts(prompts)
-    loaded = load_reader(model, ReaderSettings(loading, bos))
+    loaded = load_reader(model, loading)
     with resumable("nothing was written"), progress_bars() as progress:
-        found = run(
+        completions = complete(
             loaded, chosen, sampling, patches=patches, batch_size=batch_size, progress=progress
         )
-    print_tables([completions_table(found)])
-    _show_some(found)
-    wrote([found.save(out / "completions.json")])
-    alarm(found.alarms)
+    print_tables([completions_table(completions)])
+    _show_some(completions)
+    wrote([completions.save(out / "completions.json")])
+    alarm(completions.alarms)
 
 
-def _show_some(found: Completions) -> None:
+def _show_some(completions: Completions) -> None:
     """The first two prompts through every condition, a line each."""
     from headwise.cli.show import console
 
     screen = console()
-    for number in range(min(2, len(found.conditions["stock"]))):
-        screen.print(f"> {found.conditions['stock'][number].prompt[:76]}", markup=False)
-        for name, rows in found.conditions.items():
+    for number in range(min(2, len(completions.conditions["stock"]))):
+        screen.print(f"> {completions.conditions['stock'][number].prompt[:76]}", markup=False)
+        for name, rows in completions.conditions.items():
             text = " ".join(rows[number].completion.split())
             screen.print(f"  {name}: {text}"[:80], style="dim", markup=False)
 
 
 @verb(
+    "compare",
     "What changed between two conditions, and how surely.",
     example="compare out/before out/after --run out/run",
 )
-def compare(
+def compare_verb(
     before: Annotated[Path, typer.Argument(help="diagnosis.json, evaluation.json or a folder")],
     after: Annotated[Path, typer.Argument(help="The same after the operation.")],
     plan: Annotated[Path | None, Doc("plan.yaml: gives the zones.")] = None,
@@ -130,71 +127,66 @@ def compare(
     """What changed between two conditions: classes, drift by zone, columns, paired losses."""
     from headwise.artefacts import write_text
     from headwise.cli.show import print_tables
-    from headwise.proof.compare import compare as run_comparison
+    from headwise.proof.compare import compare
     from headwise.proof.view import comparison_tables
     from headwise.surgery.plan import SurgeryPlan
 
-    found = run_comparison(
-        before,
-        after,
-        plan=None if plan is None else SurgeryPlan.load(plan),
-        run=run,
-        seed=seed,
-    )
-    print_tables(comparison_tables(found))
-    written = [found.save(out / "comparison.json")]
+    planned = None if plan is None else SurgeryPlan.load(plan)
+    comparison = compare(before, after, plan=planned, run=run, seed=seed)
+    print_tables(comparison_tables(comparison))
+    written = [comparison.save(out / "comparison.json")]
     if csv:
-        written.append(write_text(out / "comparison.csv", found.to_csv()))
+        written.append(write_text(out / "comparison.csv", comparison.to_csv()))
     wrote(written)
-    alarm(found.alarms)
+    alarm(comparison.alarms)
 
 
 @verb(
+    "capture",
     "Query and key vectors as Parquet.",
     example="capture MODEL --texts my_texts/ --out out/qk",
+    without=("figures",),
 )
-def capture(
-    model: Model,
-    texts: TextSettings,
+def capture_verb(
+    reading: Reading,
     settings: CaptureSettings,
-    reading: ReaderSettings,
     layers: Annotated[str | None, Doc("e.g. 0-5,29")] = None,
     heads: Annotated[str | None, Doc("Query heads: a selection or indices.")] = None,
     patches: Patches = (),
     batch_size: BatchSize = 4,
-    resume: Annotated[bool, Doc("Go on with a capture.")] = False,
-    out: Out = Path("out/qk"),
-    yes: Yes = False,
+    to: Output = Output(Path("out/qk")),
 ) -> None:
     """Record query and key vectors as Parquet, in the sniffed-qk layout."""
-    announce(model)
+    loaded, texts = reading.open(settings.max_length)
     from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import console
-    from headwise.plasticity.capture import capture as run
+    from headwise.plasticity.capture import capture
 
-    given = texts.read()
-    loaded = load_reader(model, reading, settings.max_length)
-    with resumable(f"add --resume to go on in {out}"), progress_bars() as progress:
-        captured = run(
+    with resumable(f"add --resume to go on in {to.out}"), progress_bars() as progress:
+        captured = capture(
             loaded,
-            given,
-            out=out,
+            texts,
+            out=to.out,
             patches=patches,
             layers=layers,
             heads=heads,
             settings=settings,
             batch_size=batch_size,
-            resume=resume,
-            budget=minding(yes),
+            resume=to.resume,
+            budget=budget(to.yes),
             progress=progress,
         )
     count, files = sum(captured.rows.values()), len(captured.rows)
-    told = f"{count:,} query and key vectors, {files} files, in {captured.folder}"
-    console().print(told + (f"\nnote: {captured.note}" if captured.note else ""))
+    note = f"\nnote: {captured.note}" if captured.note else ""
+    console().print(f"{count:,} query and key vectors, {files} files, in {captured.folder}{note}")
 
 
-@verb("How easily a head changes its preference of keys.", example="plasticity out/qk")
-def plasticity(
+@verb(
+    "plasticity",
+    "How easily a head changes its preference of keys.",
+    example="plasticity out/qk",
+)
+def plasticity_verb(
     changes: Annotated[dict[str, Any], ChangesOf(PlasticitySettings)],
     folder: Annotated[
         Path | None, typer.Argument(metavar="[DIR]", help="Captured vectors; all is discovered.")
@@ -208,7 +200,7 @@ def plasticity(
 ) -> None:
     """Measure how easily each head's preference between two keys changes as queries move on."""
     from headwise.cli.progress_bar import progress_bars
-    from headwise.cli.show import console
+    from headwise.cli.show import console, plasticity_table
 
     if (folder is None) == (config is None):
         raise typer.BadParameter("pass either a folder of captured vectors or --config")
@@ -219,31 +211,22 @@ def plasticity(
 
     going_on = resumable(f"add --resume to keep the finished heads in {out}")
     with going_on, progress_bars() as progress:
-        found = measure_plasticity(
+        plasticity = measure_plasticity(
             load_settings(config) if config else folder,  # type: ignore[arg-type]
             out=out,
             resume=resume,
             progress=progress,
             **changes,
         )
-    drawn = " and figures" if figures and found.heads else ""
+    drawn = " and figures" if figures and plasticity.heads else ""
     if drawn:
-        plasticity_figures(found, out)
-    _tell_plasticity(found, f"tables, plasticity.json{drawn} in {out}")
-
-
-def _tell_plasticity(found: Plasticity, written: str) -> None:
-    from headwise.cli.show import console, plasticity_table
-
-    console().print(plasticity_table(found))
-    console().print(f"{found.caps}\nwrote {written}", style="dim")
-    _end_on_failures(found.failures)
-
-
-def _end_on_failures(failures: Sequence[HeadFailure]) -> None:
-    for failure in failures:
+        plasticity_figures(plasticity, out)
+    screen = console()
+    screen.print(plasticity_table(plasticity))
+    screen.print(f"{plasticity.caps}\nwrote tables, plasticity.json{drawn} in {out}", style="dim")
+    for failure in plasticity.failures:
         typer.echo(
             f"headwise: L{failure.layer}H{failure.q_head} failed: {failure.reason}", err=True
         )
-    if failures:
+    if plasticity.failures:
         raise typer.Exit(1)

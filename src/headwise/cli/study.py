@@ -7,23 +7,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from annotated_types import Ge
 from typing_extensions import Doc
 
 from headwise.cli.app import resumable
 from headwise.cli.options import Out, wrote
 from headwise.cli.verbs import verb
-from headwise.keywords import Backend
+from headwise.keywords import keywords_of
+from headwise.studies.settings import Workers
 
 if TYPE_CHECKING:
     from headwise.studies.study import Study
 
 
 @verb(
+    "study",
     "Arms x seeds with paired statistics, resumable.",
     example="study controls --out out/controls",
 )
-def study(
+def study_verb(
+    workers: Workers,
     file: Annotated[
         str | None, typer.Argument(metavar="STUDY.yaml", help="A study file or its name.")
     ] = None,
@@ -33,9 +35,6 @@ def study(
     out: Annotated[Path | None, Doc("Folder of the study.")] = None,
     dry_run: Annotated[bool, Doc("Only say what would run.")] = False,
     report: Annotated[bool, Doc("Write the report too.")] = True,
-    workers: Annotated[int, Doc("Arms and seeds side by side; each loads the model."), Ge(1)] = 1,
-    backend: Annotated[Backend, Doc("joblib (this machine) or dask")] = "joblib",
-    scheduler: Annotated[str | None, Doc("Address of a Dask scheduler.")] = None,
     resume: Annotated[bool, Doc("The default: finished work is kept.")] = False,
 ) -> None:
     """Run arms x seeds on one model, then compare them with statistics; resumable."""
@@ -62,23 +61,14 @@ def study(
 
     going_on = resumable("the same command goes on where it stopped")
     with going_on, progress_bars() as progress:
-        run_study(
-            asked,
-            out=folder,
-            workers=workers,
-            backend=backend,
-            scheduler=scheduler,
-            progress=progress,
-        )
+        run_study(asked, out=folder, **keywords_of(workers), progress=progress)
     wrote([folder / "study.json", folder / "summary.json"])
     if report:
         _write_report(folder, folder / "report")
 
 
-@verb("The whole story on the bundled patient, offline.", example="demo --out out/demo")
-def demo(
-    out: Out = Path("out/demo"),
-) -> None:
+@verb("demo", "The whole story on the bundled patient, offline.", example="demo --out out/demo")
+def demo_verb(out: Out = Path("out/demo")) -> None:
     """Diagnose the bundled patient, repair it with its controls, compare, and write the report."""
     from headwise.cli.progress_bar import progress_bars
     from headwise.studies.run import run_study
@@ -102,10 +92,11 @@ def _runnable(study: Study) -> Study:
 
 
 @verb(
+    "report",
     "One page with verdict, heads, figures and tables.",
     example="report out/run --before out/before --after out/after",
 )
-def report(
+def report_verb(
     source: Annotated[
         Path, typer.Argument(metavar="RUN_OR_STUDY", help="A run, a study, or a diagnosis.")
     ],

@@ -2,7 +2,8 @@
 
 Typer reads a command's signature. `verb` gives it one in which every settings value is written out
 (nested ones too), and puts the values together again when the command runs; a wrong value is
-refused then, before anything is imported or loaded.
+refused then, before anything is imported or loaded. A parameter whose default is a settings value
+takes the defaults of its options from there.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import collections.abc
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import wraps
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import typer
 from annotated_types import Ge, Gt, Le
+from typer.models import ArgumentInfo
 from typing_extensions import Doc
 
 from headwise.cli.app import app, quiet
@@ -26,11 +28,18 @@ Command = Callable[..., None]
 Quiet = Annotated[bool, Doc("Print nothing but errors.")]
 
 
-def verb(short_help: str, *, example: str) -> Callable[[Command], Command]:
-    """Register a function as a verb of the command line, which also takes `--quiet`."""
+def verb(
+    name: str, short_help: str, *, example: str, without: Sequence[str] = ()
+) -> Callable[[Command], Command]:
+    """Register a function as a verb of the command line, which also takes `--quiet`.
+
+    Fields `without` are no options of this verb: they keep the defaults of their settings.
+    """
 
     def register(function: Command) -> Command:
-        options = [*_parameters(function), _option("quiet", Quiet, False)]
+        every = [*_parameters(function), _option("quiet", Quiet, False)]
+        named = {option.name: option for option in reversed(every)}  # of two settings: one option
+        options = [o for o in every if named[o.name] is o and o.name not in without]
 
         @wraps(function)
         def command(**given: Any) -> None:
@@ -43,7 +52,7 @@ def verb(short_help: str, *, example: str) -> Callable[[Command], Command]:
         command.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
         command.__annotations__ = {option.name: option.annotation for option in options}
         del command.__wrapped__  # typer would look through it
-        app.command(short_help=short_help, epilog=f"Example: headwise {example}")(command)
+        app.command(name, short_help=short_help, epilog=f"Example: headwise {example}")(command)
         return function
 
     return register
@@ -54,21 +63,22 @@ def _parameters(function: Command) -> Iterator[inspect.Parameter]:
     for parameter in inspect.signature(function).parameters.values():
         kind = kinds[parameter.name]
         if is_dataclass(kind):
-            yield from _field_options(kind)
+            yield from _field_options(kind, parameter.default)
         elif _marks(kind, ChangesOf):
             yield from _change_options(_marks(kind, ChangesOf)[0].model)
         else:
             yield _option(parameter.name, kind, parameter.default)
 
 
-def _field_options(kind: Any) -> Iterator[inspect.Parameter]:
-    """An option for every field that has a `Doc`; fields of nested settings stand beside them."""
+def _field_options(kind: Any, given: Any = None) -> Iterator[inspect.Parameter]:
+    """Options for all documented fields, of nested settings too; `given` settings have defaults."""
     kinds = get_type_hints(kind, include_extras=True)
     for field in fields(kind):
         if is_dataclass(kinds[field.name]):
             yield from _field_options(kinds[field.name])
-        elif _marks(kinds[field.name], Doc):
-            yield _option(field.name, kinds[field.name], _default(field))
+        elif _marks(kinds[field.name], Doc, ArgumentInfo):
+            default = getattr(given, field.name) if isinstance(given, kind) else _default(field)
+            yield _option(field.name, kinds[field.name], default)
 
 
 def _change_options(model: Any) -> Iterator[inspect.Parameter]:

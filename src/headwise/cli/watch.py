@@ -9,9 +9,10 @@ import typer
 from typing_extensions import Doc
 
 from headwise.cli.app import resumable
-from headwise.cli.options import Figures, Out, alarm, wrote
+from headwise.cli.options import Output, alarm, wrote
 from headwise.cli.verbs import verb
-from headwise.keywords import AllowPickle, Dtype, RemoteCode, keywords_of
+from headwise.keywords import keywords_of
+from headwise.models.settings import LoadSettings
 from headwise.texts.settings import TextSettings
 from headwise.watch.settings import ProbeSettings
 
@@ -20,49 +21,47 @@ if TYPE_CHECKING:
 
 
 @verb(
+    "watch",
     "The heads of a training run, checkpoint by checkpoint.",
     example="watch out/training --out out/watch",
+    without=("device_map", "stream", "yes"),
 )
-def watch(
+def watch_verb(
     checkpoints: Annotated[Path, typer.Argument(help="A folder of checkpoint-100, -200, ...")],
     texts: TextSettings,
     settings: ProbeSettings,
+    loading: LoadSettings,
     tokenizer: Annotated[
         str | None, Doc("Where the tokenizer is, if not in the checkpoints.")
     ] = None,
-    dtype: Dtype = None,
-    allow_pickle: AllowPickle = False,
-    trust_remote_code: RemoteCode = False,
-    resume: Annotated[bool, Doc("Read what is new only.")] = False,
-    figures: Figures = True,
-    out: Out = Path("out/watch"),
+    to: Output = Output(Path("out/watch")),
 ) -> None:
     """Film the heads of a training run from its checkpoints, one at a time."""
     from headwise.cli.progress_bar import progress_bars
     from headwise.watch.checkpoints import watch_checkpoints
     from headwise.watch.film import FILM, WATCH
 
-    with resumable(f"add --resume to go on in {out}"), progress_bars() as progress:
+    with resumable(f"add --resume to go on in {to.out}"), progress_bars() as progress:
         film = watch_checkpoints(
             checkpoints,
             texts.read(),
-            out=out,
+            out=to.out,
             **keywords_of(settings),
-            dtype=dtype,
+            dtype=loading.dtype,
             tokenizer=tokenizer,
-            resume=resume,
-            allow_pickle=allow_pickle,
-            trust_remote_code=trust_remote_code,
+            resume=to.resume,
+            allow_pickle=loading.allow_pickle,
+            trust_remote_code=loading.trust_remote_code,
             progress=progress,
         )
-    written = [out / WATCH, out / FILM]
-    if figures:
+    written = [to.out / WATCH, to.out / FILM]
+    if to.figures:
         from headwise.watch.figures import film_figures
 
-        written += film_figures(film, out)
+        written += film_figures(film, to.out)
     _show(film)
     wrote(written)
-    alarm([found.alarm for found in film.alarms])
+    alarm([head.alarm for head in film.alarms])
 
 
 def _show(film: Film) -> None:

@@ -102,13 +102,14 @@ def survey(
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
     bos: bool | None = None,
+    stream: bool | None = None,
     progress: Progress = silent,
 ) -> Survey:
     """Compare several models: diagnoses in hand, files of them (.json), or models to diagnose.
 
     Without `texts` a model is diagnosed on its default ones; the other options are for models too.
     """
-    loading = LoadSettings(device_map, dtype, allow_pickle, trust_remote_code)
+    loading = LoadSettings(device_map, dtype, allow_pickle, trust_remote_code, bos, stream)
     settings = DiagnoseSettings(max_length, batch_size, skip_queries, thresholds or Thresholds())
     diagnoses: list[Diagnosis] = []
     for source in sources:
@@ -117,7 +118,7 @@ def survey(
         elif isinstance(source, (str, Path)) and str(source).endswith(".json"):
             diagnoses += read_diagnoses(Path(source))
         else:
-            diagnoses.append(_diagnose(source, texts, settings, loading, bos, progress))
+            diagnoses.append(_diagnose(source, texts, settings, loading, progress))
     if not diagnoses:
         raise HeadwiseError("nothing to survey", fix="name at least one model or diagnosis.json")
     _require_alike(diagnoses)
@@ -155,16 +156,15 @@ def _diagnose(
     texts: TextSet | None,
     settings: DiagnoseSettings,
     loading: LoadSettings,
-    bos: bool | None,
     progress: Progress,
 ) -> Diagnosis:
     from headwise.diagnosis.diagnose import diagnose  # late: a survey of files needs no torch
     from headwise.models.loading import load_model
 
     if isinstance(source, (str, Path)):
-        source = load_model(str(source), **keywords_of(loading), bos=bos)
+        source = load_model(str(source), **keywords_of(loading))
     stage(f"{source.id}: {source.first_token}", progress)
-    return diagnose(source, texts, **keywords_of(settings), bos=bos, progress=progress)
+    return diagnose(source, texts, **keywords_of(settings), bos=loading.bos, progress=progress)
 
 
 def _row(diagnosis: Diagnosis) -> SurveyRow:

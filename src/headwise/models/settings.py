@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from headwise.errors import ModelError
 from headwise.keywords import AllowPickle, Bos, DeviceMap, Dtype, RemoteCode, Stream
@@ -12,22 +12,15 @@ DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
 
 @dataclass(frozen=True)
 class LoadSettings:
-    """Precision, place and trust."""
+    """Precision, place and trust; how texts start, and where weights stay."""
 
     device_map: DeviceMap = None
     dtype: Dtype = None
     allow_pickle: AllowPickle = False
     trust_remote_code: RemoteCode = False
+    bos: Bos = None
+    stream: Stream = None
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ModelError(f"unknown --dtype {self.dtype!r}", fix=" or ".join(DTYPES))
-
-
-@dataclass(frozen=True)
-class ReaderSettings:
-    """How a model that reads text is loaded: how its texts start, and where its weights stay."""
-
-    loading: LoadSettings = field(default_factory=LoadSettings)
-    bos: Bos = None
-    stream: Stream = None

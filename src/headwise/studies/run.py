@@ -30,7 +30,8 @@ from headwise.studies.arms import (
     stock_diagnosis,
     stock_evaluation,
 )
-from headwise.studies.spread_runs import Workers, run_arms
+from headwise.studies.settings import Workers
+from headwise.studies.spread_runs import run_arms
 from headwise.studies.study import Study, load_study, started_study
 from headwise.studies.summary import summarise_study
 from headwise.workers import require_scheduler

@@ -19,7 +19,6 @@ import torch
 
 from headwise.artefacts import sweep, write_text
 from headwise.errors import HeadwiseError
-from headwise.keywords import Backend
 from headwise.progress import Progress, stage
 from headwise.proof.values import Evaluation
 from headwise.studies.arms import (
@@ -31,26 +30,13 @@ from headwise.studies.arms import (
     stock_diagnosis,
     stock_evaluation,
 )
+from headwise.studies.settings import Workers
 from headwise.studies.study import Study, StudyArm
 from headwise.surgery.plan import SurgeryPlan
 from headwise.workers import apart, spread
 
 _MARKS = ".workers"  # one file for each run that is under way on a cluster
 _ONE_RUN = threading.Lock()  # of a process: patches change the model that its threads share
-
-
-@dataclass(frozen=True)
-class Workers:
-    """How many processes, and where."""
-
-    count: int = 1
-    backend: Backend = "joblib"
-    scheduler: str | None = None
-
-    @property
-    def here_alone(self) -> bool:
-        """Whether runs follow each other in this process."""
-        return self.count == 1 and self.backend == "joblib"
 
 
 @dataclass(frozen=True)
@@ -129,11 +115,11 @@ def _ends(items: Sequence[OneRun], workers: Workers, progress: Progress) -> Iter
         def lost(run: OneRun) -> None:
             stage(_lost(run), progress)
 
-        yield from apart(run_here, items, workers=workers.count, lost=lost)
+        yield from apart(run_here, items, workers=workers.workers, lost=lost)
         return
     try:
         yield from spread(
-            run_here, items, workers=workers.count, backend="dask", scheduler=workers.scheduler
+            run_here, items, workers=workers.workers, backend="dask", scheduler=workers.scheduler
         )
     except Exception as error:
         if type(error).__name__ != "KilledWorker":  # distributed's, and that is an extra
@@ -153,7 +139,7 @@ def _lost(run: OneRun) -> str:
 def _tell_crowd(workers: Workers, runs: int, progress: Progress) -> None:
     """Threads decide bits, so they are the user's choice; too many of them are slow."""
     threads, cores = torch.get_num_threads(), _cores()
-    busy = min(workers.count, runs)
+    busy = min(workers.workers, runs)
     if workers.backend == "joblib" and busy * threads > max(cores, threads):
         stage(
             f"{busy} workers of {threads} threads on {cores} cores; with OMP_NUM_THREADS="

@@ -12,10 +12,10 @@ from headwise.alarms import Alarm
 from headwise.artefacts import content_hash, load_artefact, save_artefact, to_json, versions
 from headwise.errors import ArtefactError
 from headwise.surgery.plan import SurgeryPlan
-from headwise.surgery.plan_settings import Mode
+from headwise.surgery.plan_settings import AUTO, Mode
 from headwise.surgery.recipe import Recipe, Saving
 from headwise.surgery.run_state import RUN
-from headwise.surgery.settings import AUTO, RepairRequest
+from headwise.surgery.settings import RepairRequest
 from headwise.texts.corpus_info import CorpusInfo
 from headwise.values import Finite, from_plain, plain_fields
 
