@@ -55,7 +55,7 @@ OTHERWISE = {
     "plan": {"diagnosis": "source"},
     "watch": {"checkpoints": "folder"},
     "study": {"file": "study", "resume": None},
-    "export": {"peft": "out"},
+    "export": {"peft": "out", "gguf": None, "lora_gguf": None},  # export_gguf and its sibling
     "plasticity": {"folder": "source", "config": None},
 }
 CHANGES = {"repair": Recipe, "plasticity": PlasticitySettings}  # options that change a file's value

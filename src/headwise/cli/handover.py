@@ -11,37 +11,53 @@ from typing_extensions import Doc
 
 from headwise.cli.options import load
 from headwise.cli.verbs import verb
+from headwise.handover.settings import ExportSettings
 from headwise.models.settings import LoadSettings
 
 
 @verb(
     "export",
-    "A patch of low rank as an exact PEFT adapter.",
+    "A patch for other tools: PEFT adapter, GGUF file.",
     example="export out/run/patch.safetensors --peft adapter/",
     without=("bos", "stream"),
 )
 def export_verb(
     patch: Annotated[Path, typer.Argument(help="patch.safetensors")],
-    peft: Annotated[Path, Doc("Folder for the PEFT adapter.")],
     loading: LoadSettings,
+    settings: ExportSettings,
     model: Annotated[str | None, Doc("The base; default: the one the patch names.")] = None,
-    full_rank: Annotated[bool, Doc("Also if the change is not of low rank.")] = False,
-    force: Annotated[bool, Doc("Accept another base.")] = False,
 ) -> None:
-    """Write a patch of low rank as an exact PEFT adapter, and prove it."""
+    """Write a patch as other tools read it: for PEFT exactly, for llama.cpp inside its file."""
     from headwise.cli.show import console
-    from headwise.handover.adapter import export_peft
     from headwise.models.patch import Patch
 
+    targets = (settings.peft, settings.gguf, settings.lora_gguf)
+    if sum(target is not None for target in targets) != 1:
+        raise typer.BadParameter("name one of --peft DIR, --gguf FILE and --lora-gguf FILE")
     read = Patch.load(patch)
     base = model or read.info.base_model
     loaded = load(base, replace(loading, dtype=loading.dtype or read.dtype))
-    made = export_peft(loaded, read, peft, full_rank=full_rank, force=force)
-    console().print(
-        f"rank {made.rank} in {len(made.modules)} projections, {made.num_weights:,} weights; "
-        f"logits of base + adapter and of the patched model differ by {made.largest_difference:.1e}"
-    )
-    console().print(f"wrote a PEFT adapter of {base} in {made.folder}", style="dim")
+    if settings.peft is not None:
+        from headwise.handover.adapter import export_peft
+
+        made = export_peft(
+            loaded, read, settings.peft, full_rank=settings.full_rank, force=settings.force
+        )
+        console().print(
+            f"rank {made.rank} in {len(made.modules)} projections, {made.num_weights:,} weights; "
+            "logits of base + adapter and of the patched model differ by "
+            f"{made.largest_difference:.1e}"
+        )
+        console().print(f"wrote a PEFT adapter of {base} in {made.folder}", style="dim")
+        return
+    from headwise.handover.gguf_file import export_gguf, export_lora_gguf
+
+    if settings.gguf is not None:
+        written = export_gguf(loaded, read, settings.gguf, force=settings.force)
+    elif settings.lora_gguf is not None:
+        written = export_lora_gguf(loaded, read, settings.lora_gguf, force=settings.force)
+    console().print(str(written))
+    console().print(f"wrote {written.path}", style="dim")
 
 
 @verb("push", "Model card and upload.", example="push repaired/ me/repaired --run out/run")
