@@ -23,10 +23,11 @@ from headwise.errors import ArtefactError, HeadwiseError, SelectionError, Settin
 from headwise.frames import frame
 from headwise.heads import Head, select_heads
 from headwise.integrity.locks import one_writer
+from headwise.plasticity.components import COLUMNS, CORRELATIONS, component_rows
 from headwise.plasticity.head_group import analyse_group
 from headwise.plasticity.reader import HeadGroup, QKFolder, find_heads, group_heads
 from headwise.plasticity.settings import PlasticitySettings, load_settings
-from headwise.plasticity.tables import make_summary, table_rows, write_tables
+from headwise.plasticity.tables import make_summary, table_rows, write_csv, write_tables
 from headwise.plasticity.values import FILE, HeadFailure, HeadRecord
 from headwise.progress import Progress, silent
 from headwise.workers import spread
@@ -127,6 +128,9 @@ def _measure_all(
         )
     summary = make_summary(folder.model, settings, records, failures)
     files = (*write_tables(out, settings, records), summary.save(out / FILE))
+    if settings.pca:
+        rows = component_rows(folder, groups, settings)
+        files += (write_csv(out / CORRELATIONS, {name: name for name in COLUMNS}, rows),)
     return Plasticity(folder.model, settings, tuple(records), tuple(failures), files)
 
 

@@ -52,6 +52,7 @@ _NOT_IN_HASH = {
     "scheduler",
     "num_layers",
     "heads",
+    "pca",
 }
 
 
@@ -114,6 +115,9 @@ class PlasticitySettings(BaseModel):
         "all"
     )
     max_pairs: Annotated[int, Doc("Sample a key bucket with more pairs; 200,000."), Ge(1)] = 200_000
+    pca: Annotated[
+        int, Doc("Principal components to correlate with position (correlations.csv)."), Ge(0)
+    ] = 0
     legacy_columns: Annotated[bool, Doc("The public code's column names.")] = False
     output_csv: CsvPath = "head_metrics.csv"
     bucket_csv: CsvPath = "head_bucket_plasticity.csv"

@@ -101,12 +101,12 @@ def write_tables(
     names = (settings.output_csv, settings.bucket_csv, settings.component_csv)
     columns = LEGACY_COLUMNS if settings.legacy_columns else COLUMNS
     return tuple(
-        _write_csv(out / name, columns[table], table_rows(table, heads))
+        write_csv(out / name, columns[table], table_rows(table, heads))
         for table, name in zip(columns, names, strict=True)
     )
 
 
-def _write_csv(path: Path, columns: Mapping[str, str], rows: Iterable[Row]) -> Path:
+def write_csv(path: Path, columns: Mapping[str, str], rows: Iterable[Row]) -> Path:
     """The csv module, not pandas: the same bytes without half a second of import."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
