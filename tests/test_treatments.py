@@ -9,6 +9,8 @@ import torch
 
 from conftest import tiny_model
 from headwise.errors import SelectionError
+from headwise.forward.interventions import ZERO, mean_output
+from headwise.forward.mean_outputs import measure_means
 from headwise.forward.tap import tapped
 from headwise.heads import Head
 from headwise.models.patch import Patch, Slice
@@ -16,8 +18,16 @@ from headwise.models.slices import head_spans, read_slices
 from headwise.models.values import PatchInfo
 from headwise.surgery.operation import healthy_std, operate, plan_spans
 from headwise.surgery.sink_directions import measure_directions
-from headwise.surgery.treatments import TREATMENTS, Dose, head_slices, treat, treatment_named
-from planned import plan_for, random_batch, weight_bits
+from headwise.surgery.treatments import (
+    TREATMENTS,
+    Dose,
+    head_slices,
+    retire,
+    treat,
+    treatment_named,
+)
+from headwise.texts.batches import batches
+from planned import ablate_sets, plan_for, random_batch, random_ids, weight_bits
 
 FAMILIES = ("bloom", "llama", "gpt2", "qwen3")
 HEADS = "L0H1,L1H0-1"  # in the grouped families L1H0-1 is a whole group, L0H1 is not
@@ -68,7 +78,8 @@ def test_a_treatment_writes_only_the_slices_of_its_row_and_is_undone_bit_for_bit
     assert roles <= set(TREATMENTS[name].writes)
     idle = TREATMENTS[name].preserves_function or name == "regrow"  # nothing decayed here
     assert bool(changed) != idle
-    assert set(patch.slices) == set(plan_spans(model, plan))
+    biases = {n for n in patch.slices if n.endswith(".o_bias")}
+    assert set(patch.slices) - biases == set(plan_spans(model, plan))
     patch.apply(model)
     patch.undo(model)
     assert weight_bits(model) == before
@@ -254,3 +265,73 @@ def test_joined_treatments_do_what_each_of_them_does(patient):
     assert treatment_named("release+regrow").writes == "qvo"
     with pytest.raises(SelectionError, match="nothing else to treat"):
         treatment_named("release+reinitialise")
+
+
+def behind_bos(count, length=24, seed=500):
+    return [[1, *random_ids(length, seed + at)] for at in range(count)]
+
+
+def with_constant_inputs(model):
+    """Embeddings that share a large part, as those of trained models do; the BOS stands apart."""
+    rows = model.get_input_embeddings().weight.data
+    shared = torch.randn(rows.shape[1], generator=torch.Generator().manual_seed(3))
+    rows += 30 * rows.std() * shared
+    rows[1] = -rows[1]
+    return model
+
+
+def losses_of(model, texts):
+    return ablate_sets(model, texts, [(Head(0, 0),)]).base
+
+
+@pytest.mark.parametrize(
+    ("family", "way", "heads"),
+    [
+        ("gpt2", "bias", HEADS),
+        ("bloom", "bias", HEADS),
+        ("llama-mha-bias", "bias", HEADS),
+        ("llama", "parked", "L0H1-2"),  # random keys of its second layer hold no query
+        ("qwen2", "parked", "L0H1-2"),
+        ("mpt", "parked", HEADS),
+    ],
+)
+def test_a_retired_head_gives_its_mean_output(family, way, heads):
+    model = with_constant_inputs(tiny_model(family))
+    plan = plan_for(model, heads, bos=True)
+    blocks = list(batches(behind_bos(8), 4))
+    means = measure_means(model, blocks)
+    texts = behind_bos(4, seed=900)
+    expected = ablate_sets(model, texts, [tuple(plan.target_heads)], mean_output(model, means))
+    before = weight_bits(model)
+    patch = retire(model, plan, blocks, means)
+    assert patch.info.retired == {way: plan.targets}
+    with patch.applied(model):
+        found = losses_of(model, texts)
+    torch.testing.assert_close(found, expected.losses[0], rtol=1e-5, atol=1e-5)
+    assert abs(found - expected.base).max() > 1e-2  # the heads did something
+    assert weight_bits(model) == before
+
+
+@pytest.mark.parametrize("why", ["no bos", "no constant in the inputs"])
+def test_a_head_that_cannot_be_parked_is_zeroed_and_the_patch_says_so(why):
+    model = tiny_model("llama")
+    bos = why != "no bos"
+    if not bos:
+        with_constant_inputs(model)
+    plan = plan_for(model, HEADS, bos=bos)
+    patch = retire(model, plan, list(batches(behind_bos(8), 4)))
+    assert patch.info.retired == {"zeroed": plan.targets}
+    texts = behind_bos(4, seed=900)
+    expected = ablate_sets(model, texts, [tuple(plan.target_heads)], ZERO)
+    with patch.applied(model):
+        torch.testing.assert_close(losses_of(model, texts), expected.losses[0])
+
+
+def test_a_muted_head_gives_what_the_dose_leaves(patient):
+    model = patient[0]
+    seen = {}
+    with treated(patient, "mute", 0.25).applied(model):
+        seen["muted"] = head_slices(model, Head(0, 1), "o")["o"]
+    whole = head_slices(model, Head(0, 1), "o")["o"]
+    torch.testing.assert_close(seen["muted"], 0.75 * whole)
+    assert whole.shape[0] == 32  # (out, in) in every family

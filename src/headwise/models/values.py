@@ -81,6 +81,8 @@ class PatchInfo:
     path: str | None = field(default=None, metadata=OMITTED)
     num_weights: int | None = field(default=None, metadata=OMITTED)
     sha256: str | None = field(default=None, metadata=OMITTED)  # of what its slices became
+    # heads that give their mean output, by how: bias, parked, or zeroed where it cannot be had
+    retired: Mapping[str, str] | None = field(default=None, metadata=OMITTED)
 
     @property
     def bos(self) -> bool | None:

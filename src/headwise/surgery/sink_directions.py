@@ -4,13 +4,16 @@ One definition for every way of knowing positions. The pull of the first key on 
 the slope of `s(t, 0) - mean over 1 <= j <= t of s(t, j)` by the output of the query projection:
 k0 - kbar where nothing stands between, turned back by the rotation under RoPE (so that its mean
 over t keeps the slow pairs and loses the fast ones), and through the norm where queries have one.
+
+A head whose query is a large multiple of the pull looks at the first token alone: it is parked. It
+then gives the same output at every token, if texts start with a BOS; how far it does is measured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,6 +40,9 @@ from headwise.texts.corpus import spread_blocks
 
 MEASURED_BLOCKS = 32  # training blocks that directions are measured on
 _RIDGE = 1e-4  # of the mean power: the inputs of a layer norm never fill all directions
+_PARKED_BLOCKS = 4  # on which parked heads are watched
+_TINY = 1e-12
+_PARKED_LOGIT = 300.0  # by how much, on average, a parked query prefers the first key
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,11 @@ class LayerDirections:
     first_input: Float[Tensor, "hidden"] = field(repr=False)
     mean_input: Float[Tensor, "hidden"] = field(repr=False)  # of all tokens but the first
     constant: Float[Tensor, "hidden"] = field(repr=False)  # w: w.x is 1 on average, varies least
+    parked_query: Float[Tensor, "head dim"] = field(repr=False)  # with it a head sees one key
+    first_output: Float[Tensor, "head value"] = field(repr=False)  # of the first token
+    mean_output: Float[Tensor, "head value"] = field(repr=False)  # over all tokens
+    # of a parked head: the largest distance of its outputs from `first_output`, relative to it
+    parked_error: Float[Tensor, "head"] = field(repr=False)
 
 
 def measure_directions(
@@ -74,7 +85,71 @@ def measure_directions(
         for block in spread_blocks(blocks, MEASURED_BLOCKS):
             with _watched(model, sums, block):
                 backbone_of(model)(input_ids=block.ids.to(device_of(model)), use_cache=False)
-    return {layer: found.directions() for layer, found in sums.items()}
+    found = {layer: one.directions() for layer, one in sums.items()}
+    return _with_parked_errors(model, spread_blocks(blocks, _PARKED_BLOCKS), found)
+
+
+def _with_parked_errors(
+    model: PreTrainedModel, blocks: Sequence[Batch], directions: dict[int, LayerDirections]
+) -> dict[int, LayerDirections]:
+    """Park every head of every layer and see what it gives; each layer meets what it always meets.
+
+    The first run keeps the layers' outputs, and the second puts them in the place of parked ones.
+    """
+    errors = {layer: torch.zeros(len(one.sink)) for layer, one in directions.items()}
+    for block in blocks:
+        outputs: dict[int, Tensor] = {}
+        ids = block.ids.to(device_of(model))
+        real = (torch.arange(ids.shape[1])[None] < block.lengths[:, None])[:, None, :, None]
+
+        def keep(attention: LayerAttention, outputs: dict[int, Tensor] = outputs) -> None:
+            if attention.layer in directions:
+                outputs[attention.layer] = attention.out
+
+        def compare(
+            attention: LayerAttention, outputs: dict[int, Tensor] = outputs, real: Tensor = real
+        ) -> Tensor | None:
+            layer = attention.layer
+            if layer not in directions:
+                return None
+            constant = directions[layer].first_output[None, :, None]
+            apart = torch.where(real, attention.out.float().cpu() - constant, 0.0)
+            error = apart.norm(dim=-1).amax((0, 2)) / constant.norm(dim=-1)[0, :, 0]
+            errors[layer] = torch.maximum(errors[layer], error.nan_to_num(torch.inf))
+            return outputs[layer]
+
+        with torch.inference_mode():
+            with tapped(model, keep):
+                backbone_of(model)(input_ids=ids, use_cache=False)
+            with _parked(model, directions), tapped(model, compare):
+                backbone_of(model)(input_ids=ids, use_cache=False)
+    return {n: replace(one, parked_error=errors[n]) for n, one in directions.items()}
+
+
+@contextmanager
+def _parked(model: PreTrainedModel, directions: Mapping[int, LayerDirections]) -> Iterator[None]:
+    """Every head of the layers gets its parked query, as `parked_slices` would make it."""
+    with ExitStack() as stack:
+        for layer, one in directions.items():
+            module = projection_of(model, layer, "q")
+
+            def park(
+                module: nn.Module,
+                args: tuple[Any, ...],
+                output: Tensor,
+                layer: int = layer,
+                one: LayerDirections = one,
+            ) -> Tensor:
+                x, changed = args[0], output.clone()
+                biased = getattr(module, "bias", None) is not None
+                amount = torch.ones_like(x[..., 0]) if biased else x @ one.constant.to(x)
+                for index, query in enumerate(one.parked_query):
+                    span = next(iter(head_spans(model, Head(layer, index), "q").values()))
+                    changed[..., span.start : span.stop] = amount[..., None] * query.to(x)
+                return changed
+
+            stack.callback(module.register_forward_hook(park).remove)
+        yield
 
 
 def with_directions(
@@ -118,6 +193,8 @@ class _Sums:
         hidden = int(model.config.get_text_config().hidden_size)
         heads, kv_heads, dim = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
         self.pull = torch.zeros(heads, dim, dtype=torch.float64)
+        self.first_output, self.output = torch.zeros(2, heads, dim, dtype=torch.float64)
+        self.scale = 1.0
         self.query = torch.zeros(heads, dim, dtype=torch.float64)
         self.first_key, self.key = torch.zeros(2, kv_heads, dim, dtype=torch.float64)
         self.first_input, self.input = torch.zeros(2, hidden, dtype=torch.float64)
@@ -156,7 +233,12 @@ class _Sums:
         torch.set_grad_enabled(False)
         self.leaf = None
         self.pull += self._heads(slope, "q", self.geometry.num_heads).sum((0, 1))
-        return attention.out.detach()
+        self.scale = attention.scores.scale
+        out = attention.out.detach()
+        real = self._real(length)[:, None, :, None]
+        self.first_output += out[:, :, 0].sum(0).double().cpu()
+        self.output += torch.where(real, out.double().cpu(), 0.0).sum((0, 2))
+        return out
 
     def _real(self, length: int) -> Tensor:
         assert self.block is not None
@@ -203,6 +285,8 @@ class _Sums:
         ridge = _RIDGE * power.diagonal().mean() * torch.eye(len(power), dtype=power.dtype)
         solved = torch.linalg.solve(power + ridge, mean)
         gap = self.first_key / self.rows - self.key / self.tokens
+        pull = self.pull * self.scale / self.tokens  # in logits
+        parked = _PARKED_LOGIT * pull / pull.square().sum(1, keepdim=True).clamp_min(_TINY)
         return LayerDirections(
             sink=torch.nn.functional.normalize(self.pull, dim=1).float(),
             query_mean=(self.query / self.tokens).float(),
@@ -210,4 +294,8 @@ class _Sums:
             first_input=(self.first_input / self.rows).float(),
             mean_input=mean.float(),
             constant=(solved / (mean @ solved)).float(),
+            parked_query=parked.float(),
+            first_output=(self.first_output / self.rows).float(),
+            mean_output=(self.output / (self.tokens + self.rows)).float(),
+            parked_error=torch.full((len(pull),), torch.inf),
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -20,12 +21,16 @@ from headwise.errors import SelectionError
 from headwise.heads import Head, format_heads
 from headwise.models.architectures import geometry_of
 from headwise.models.patch import Patch, Slice
-from headwise.models.slices import Span, head_spans, read_slices
+from headwise.models.slices import Span, head_spans, output_bias_span, read_slices
+from headwise.models.values import PatchInfo
 from headwise.settings import changed
 from headwise.surgery.operation import healthy_std, operate, unchanged
 from headwise.surgery.plan import SurgeryPlan
-from headwise.surgery.sink_directions import LayerDirections
+from headwise.surgery.sink_directions import LayerDirections, measure_directions
+from headwise.texts.batches import Batch
 
+_PARKED_ERROR = 0.02  # a parked head's outputs may differ by so much from the first token's
+RetiredBy = Literal["bias", "parked", "zeroed"]
 Slices = dict[str, Float[Tensor, "..."]]  # by role: q, q_bias, k, ...; weights as (out, in)
 
 
@@ -50,6 +55,14 @@ class Case:
     def kv(self) -> int:
         """The head's key/value head."""
         return self.head.index // geometry_of(self.model).group
+
+    @property
+    def retired_by(self) -> RetiredBy:
+        """How the head comes to give its mean output: by the bias, parked, or not at all."""
+        if "o_bias" in self.slices:
+            return "bias"
+        error = float(self.measured.parked_error[self.head.index])
+        return "parked" if self.plan.bos and error <= _PARKED_ERROR else "zeroed"
 
     def noise(self, role: str, like: Tensor) -> Tensor:
         """Standard normal numbers that follow from the plan's seed, the head and the role alone."""
@@ -145,8 +158,8 @@ def _regrow(case: Case, dose: float) -> Slices:
         own = float(case.slices[role].std()) if role in case.slices else 0.0
         growth = healthy_std(case.model, case.plan, case.head.layer, role) / own if own else 1.0
         if growth > _DECAYED:
-            parts = {name: part for name, part in case.slices.items() if name[0] == role}
-            found |= {name: part * growth**dose for name, part in parts.items()}
+            names = {role, "v_bias"} if role == "v" else {role}  # the output bias is the layer's
+            found |= {name: case.slices[name] * growth**dose for name in names & set(case.slices)}
     return found
 
 
@@ -163,6 +176,30 @@ def _donor(case: Case, dose: float) -> Slices:
         for role, part in given.items()
         if role in case.slices
     }
+
+
+def _mute(case: Case, dose: float) -> Slices:
+    return {"o": case.slices["o"] * (1 - dose)}
+
+
+def _retire(case: Case, dose: float) -> Slices:
+    """The mean output at every token; where it cannot be had, nothing (`retired_by` says which).
+
+    A parked head gives v0, the first token's output, at every token: W_o m v0^T / |v0|^2 turns it
+    into W_o m. The dose does not matter: a head is retired or not.
+    """
+    weight, way = case.slices["o"], case.retired_by
+    if way == "zeroed":
+        return {"o": torch.zeros_like(weight)}
+    given = weight @ case.measured.mean_output[case.head.index]
+    if way == "bias":
+        return {"o": torch.zeros_like(weight), "o_bias": case.slices["o_bias"] + given}
+    first = case.measured.first_output[case.head.index]
+    query = case.measured.parked_query[case.head.index]
+    rank_one = {"o": torch.outer(given, first / first.square().sum())}
+    if "q_bias" in case.slices:
+        return rank_one | {"q": torch.zeros_like(case.slices["q"]), "q_bias": query}
+    return rank_one | {"q": torch.outer(query, case.measured.constant)}
 
 
 def _nothing(case: Case, dose: float) -> Slices:
@@ -211,6 +248,15 @@ TREATMENTS: dict[str, Treatment] = {
             measures=True,
         ),
         Treatment("temper", "q", _temper, "q times the dose: flatter attention", dose=0.1),
+        Treatment("sharpen", "q", _temper, "q times the dose: sharper attention", dose=2.0),
+        Treatment("mute", "o", _mute, "the output times 1 - dose"),
+        Treatment(
+            "retire",
+            "qo",
+            _retire,
+            "the mean output at every token: in the output bias, or parked behind a BOS, else none",
+            measures=True,
+        ),
         Treatment(
             "shrink-perturb", "qk", _shrink_perturb, "dose times Q and K, the rest noise", dose=0.5
         ),
@@ -327,15 +373,21 @@ def head_slices(model: PreTrainedModel, head: Head, roles: str) -> Slices:
     """Float32 copies of a head's slices by role, weights turned to (out, in)."""
     found: Slices = {}
     for role in roles:
-        spans = head_spans(model, head, role)  # type: ignore[arg-type]
+        spans = _role_spans(model, head, role)
         for name, value in read_slices(model, spans).items():
             found[name.rsplit(".", 1)[1]] = _turned(role, spans[name], value).float().cpu()
     return found
 
 
+def _role_spans(model: PreTrainedModel, head: Head, role: str) -> dict[str, Span]:
+    """The slices that a treatment of a role may write: with an output goes its layer's bias."""
+    bias = output_bias_span(model, head.layer) if role == "o" else {}
+    return head_spans(model, head, role) | bias  # type: ignore[arg-type]
+
+
 def _turned(role: str, span: Span, value: Tensor) -> Tensor:
-    """A q, k or v slice between (out, in) and the way its parameter holds it."""
-    return value.T if span.axis == 1 and role != "o" else value
+    """A slice between (out, in) and the way its parameter holds it: o is cut along its inputs."""
+    return value.T if value.ndim == 2 and (span.axis == 1) != (role == "o") else value
 
 
 def treat(
@@ -354,8 +406,26 @@ def treat(
         part = plan.model_copy(update={"targets": format_heads(fresh)})
         slices |= operate(model, part, mean_outputs=mean_outputs).slices
     for head, dose in sorted(prescription.items()):
-        slices |= treated_slices(model, plan, head, dose, start, directions or {})
-    return Patch(slices, start.info)
+        treated = treated_slices(model, plan, head, dose, start, directions or {})
+        slices = joined_slices(slices, treated)
+    ways: dict[str, list[Head]] = {}
+    for head in sorted(h for h, d in prescription.items() if d.treatment == "retire"):
+        way = _case(model, plan, head, "qo", start, directions or {}).retired_by
+        ways.setdefault(way, []).append(head)
+    retired = {way: format_heads(heads) for way, heads in ways.items()} or None
+    return Patch(slices, replace(start.info, retired=retired))
+
+
+def joined_slices(slices: Mapping[str, Slice], others: Mapping[str, Slice]) -> dict[str, Slice]:
+    """Slices with those of another head: what both add to their layer's output bias adds up."""
+    joined = dict(slices)
+    for name, part in others.items():
+        if name.endswith(".o_bias") and name in slices:
+            after = slices[name].after + (part.after - part.before)
+            joined[name] = Slice(part.span, part.before, after)
+        else:
+            joined[name] = part
+    return joined
 
 
 def treated_slices(
@@ -366,23 +436,68 @@ def treated_slices(
     start: Patch,
     directions: Mapping[int, LayerDirections],
 ) -> dict[str, Slice]:
-    """The slices of `start` that one head's treatment changes, by their full names."""
+    """The slices that one head's treatment changes, by their full names: of `start`, or a bias."""
     row = treatment_named(dose.treatment)
-    names = {
-        name.rsplit(".", 1)[1]: name
-        for role in row.writes
-        for name in head_spans(model, head, role)  # type: ignore[arg-type]
-        if name in start.slices
-    }
-    every = head_slices(model, head, row.writes)
-    slices = {role: part for role, part in every.items() if role in names}
-    case = Case(model, plan, head, slices, directions.get(head.layer))
-    found: dict[str, Slice] = {}
+    case = _case(model, plan, head, row.writes, start, directions)
+    spans = {n: s for role in row.writes for n, s in _role_spans(model, head, role).items()}
+    named = {name.rsplit(".", 1)[1]: (name, span) for name, span in spans.items()}
+    treated: dict[str, Slice] = {}
     for role, value in row.formula(case, dose.amount).items():
-        old = start.slices[names[role]]
-        after = _turned(role, old.span, value).to(old.before)
-        found[names[role]] = Slice(old.span, old.before, after)
-    return found
+        name, span = named[role]
+        before = start.slices[name].before if name in start.slices else span.of(model).detach()
+        after = _turned(role, span, value).to(before).contiguous()
+        treated[name] = Slice(span, before.clone(), after)
+    return treated
+
+
+def retire(
+    model: PreTrainedModel,
+    plan: SurgeryPlan,
+    blocks: Sequence[Batch],
+    means: Float[Tensor, "layer head value"] | None = None,
+) -> Patch:
+    """The patch under which the plan's heads give their mean outputs; the model is not changed.
+
+    Layer by layer, each measured with the layers below retired. `means` are those of
+    `measure_means`, by default the means over `blocks`. The patch's `info.retired` says which heads
+    do it by the output bias, which are parked and which are zeroed because neither can be.
+    """
+    every = with_treatment(plan, "retire")
+    done = Patch({}, PatchInfo(plan.model.id, every.model_dump(mode="json"), retired={}))
+    for layer in sorted({head.layer for head in plan.target_heads}):
+        heads = [head for head in plan.target_heads if head.layer == layer]
+        part = changed(plan, targets=format_heads(heads))
+        with done.applied(model):  # what a layer's first token gives depends on the heads below
+            found = measure_directions(model, blocks, [layer])[layer]
+            if means is not None:
+                found = replace(found, mean_output=means[geometry_of(model).layers.index(layer)])
+            given = dict.fromkeys(heads, Dose("retire", 1.0))
+            patch = treat(model, part, given, directions={layer: found}).without_unchanged()
+        done = _both(done, patch)
+    return done
+
+
+def _both(first: Patch, second: Patch) -> Patch:
+    """Two patches of different layers as one."""
+    ways = dict(first.info.retired or {})
+    for way, heads in (second.info.retired or {}).items():
+        ways[way] = ",".join(filter(None, (ways.get(way), heads)))
+    return Patch({**first.slices, **second.slices}, replace(first.info, retired=ways))
+
+
+def _case(
+    model: PreTrainedModel,
+    plan: SurgeryPlan,
+    head: Head,
+    writes: str,
+    start: Patch,
+    directions: Mapping[int, LayerDirections],
+) -> Case:
+    """A head with those of its slices that the plan may change, and its layer's output bias."""
+    spans = {n: s for role in writes for n, s in _role_spans(model, head, role).items()}
+    free = {n.rsplit(".", 1)[1] for n in spans if n in start.slices or n.endswith(".o_bias")}
+    slices = {n: part for n, part in head_slices(model, head, writes).items() if n in free}
+    return Case(model, plan, head, slices, directions.get(head.layer))
 
 
 def measured_layers(prescription: Prescription) -> list[int]:

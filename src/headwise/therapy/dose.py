@@ -30,7 +30,13 @@ from headwise.models.rope import length_class
 from headwise.surgery.operation import unchanged
 from headwise.surgery.plan import SurgeryPlan
 from headwise.surgery.sink_directions import LayerDirections
-from headwise.surgery.treatments import Dose, Prescription, treated_slices, treatment_named
+from headwise.surgery.treatments import (
+    Dose,
+    Prescription,
+    joined_slices,
+    treated_slices,
+    treatment_named,
+)
 from headwise.texts.batches import Batch, join_batches, split_batch
 from headwise.texts.corpus import spread_blocks
 from headwise.therapy.values import Tried
@@ -164,7 +170,7 @@ class _Search:
     def _treated(self, prescription: Prescription) -> AbstractContextManager[None]:
         slices: dict[str, Slice] = {}
         for head, dose in sorted(prescription.items()):
-            slices |= self._slices(head, dose)
+            slices = joined_slices(slices, self._slices(head, dose))
         return Patch(slices, self.untreated.info).applied(self.model)
 
     def _slices(self, head: Head, dose: Dose) -> dict[str, Slice]:
