@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
 
-from headwise.errors import ArtefactError
+from headwise.errors import ArtefactError, reported_as
 from headwise.integrity.checksums import CHECKSUM, check_text, sealed_text
 from headwise.ranks import is_first, may_write
 
@@ -119,12 +119,9 @@ def _pretty(value: Any, depth: int) -> str:
 
 def save_artefact(path: Path, kind: str, body: dict[str, Any]) -> Path:
     """Write one JSON artefact of schema `headwise.<kind>/1`."""
-    try:
+    what = f"{path.name} would hold a NaN or infinity"  # which json refuses
+    with reported_as(ArtefactError, what, ValueError, where=path):
         text = to_json({"schema": f"headwise.{kind}/{SCHEMA_VERSION}", **body})
-    except ValueError as error:  # json refuses NaN and infinity
-        raise ArtefactError(
-            f"{path.name} would hold a NaN or infinity: {error}", where=path
-        ) from None
     return write_text(path, sealed_text(text))
 
 
@@ -161,37 +158,31 @@ def require_regular(path: Path) -> None:
         )
 
 
+def require_file(path: Path) -> None:
+    """Refuse what is no file: nothing, a folder, a pipe (OSError: a name that no disk can hold)."""
+    if Path(path).is_dir() or not Path(path).exists():
+        raise ArtefactError("no such file", where=path, fix="check the path")
+    require_regular(path)
+
+
 def read_text(path: Path) -> str:
     """The UTF-8 text of a file; what cannot be read is an `ArtefactError`."""
-    try:
-        require_regular(path)
+    rights = "check the path and its rights"
+    damaged = "write it again; it may be damaged"
+    with (
+        # ValueError: a path with a null byte
+        reported_as(ArtefactError, "cannot be read", OSError, ValueError, where=path, fix=rights),
+        reported_as(ArtefactError, "not UTF-8 text", UnicodeDecodeError, where=path, fix=damaged),
+    ):
+        require_file(path)
         return Path(path).read_text(encoding="utf-8")
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        raise ArtefactError("no such file", where=path, fix="check the path") from None
-    except UnicodeDecodeError as error:
-        raise ArtefactError(
-            f"not UTF-8 text ({error.reason} at byte {error.start})",
-            where=path,
-            fix="write it again; it may be damaged",
-        ) from None
-    except (OSError, ValueError) as error:  # ValueError: a path with a null byte
-        raise ArtefactError(
-            f"cannot be read ({getattr(error, 'strerror', None) or error})",
-            where=str(path)[:200],
-            fix="check the path and its rights",
-        ) from None
 
 
 def parse_json(text: str, where: object, kind: str = "JSON") -> Any:
     """JSON of any kind; what is cut off, too deep or has absurd digits is an `ArtefactError`."""
-    try:
+    what, fix = f"not a complete {kind} file", "write it again; it may be cut off"
+    with reported_as(ArtefactError, what, ValueError, RecursionError, where=where, fix=fix):
         return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ArtefactError(
-            f"not a complete {kind} file ({str(error)[:200]})",
-            where=where,
-            fix="write it again; it may be cut off",
-        ) from None
 
 
 def load_artefact(path: Path, kind: str | Iterable[str]) -> dict[str, Any]:

@@ -6,6 +6,8 @@ The command line prints `str(error)` and exits with 1; a library user catches `H
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _LONGEST = 500  # characters of a place: a path may be what somebody pasted
 
@@ -28,6 +30,33 @@ class HeadwiseError(Exception):
         if fix is not None:
             lines.append("  fix    " + fix.replace("\n", "\n         "))
         super().__init__(visible("\n".join(lines)))
+
+
+@contextmanager
+def reported_as(
+    kind: type[HeadwiseError],
+    what: str,
+    *causes: type[Exception],
+    where: object | None = None,
+    fix: str | None = None,
+) -> Iterator[None]:
+    """Report these exceptions (default: any) as a known failure: `what`, and the cause behind it.
+
+    A `HeadwiseError` is one already and passes.
+    """
+    expected = causes or (Exception,)
+    try:
+        yield
+    except HeadwiseError:
+        raise
+    except expected as error:
+        raise kind(f"{what} ({cause(error)})", where=where, fix=fix) from None
+
+
+def cause(error: BaseException) -> str:
+    """What an exception of another library says, in one line."""
+    text = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
+    return " ".join(text.split())[:300]
 
 
 class UnknownArchitectureError(HeadwiseError):

@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from headwise.artefacts import read_text
-from headwise.errors import SettingsError
+from headwise.errors import SettingsError, reported_as
 
 _LARGEST, _DEEPEST, _MOST_NODES = 1_000_000, 50, 100_000  # bytes, levels, values with aliases
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C one is ten times as fast
@@ -22,14 +22,9 @@ _BAD_VALUES = (ValueError, ArithmeticError, AttributeError, LookupError, TypeErr
 def read_yaml(path: Path) -> dict[str, Any]:
     """One YAML mapping of bounded size, or a clear error."""
     text = read_text(path)
-    try:
+    what, fix = "not readable as YAML", "correct the file at the place that is named"
+    with reported_as(SettingsError, what, yaml.YAMLError, *_BAD_VALUES, where=path, fix=fix):
         body = parse_yaml(text)
-    except (yaml.YAMLError, *_BAD_VALUES) as error:
-        raise SettingsError(
-            f"not readable as YAML ({str(error)[:300]})",
-            where=path,
-            fix="correct the file at the place that is named",
-        ) from None
     if not isinstance(body, dict) or not all(isinstance(key, str) for key in body):
         raise SettingsError("not a YAML mapping", where=path, fix="write it as `key: value` lines")
     return body

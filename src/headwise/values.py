@@ -16,16 +16,10 @@ from types import GenericAlias
 from typing import Annotated, Any, TypeVar, cast
 
 import numpy as np
-from pydantic import (
-    BaseModel,
-    Field,
-    GetCoreSchemaHandler,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import BaseModel, Field, GetCoreSchemaHandler, TypeAdapter, ValidationError
 from pydantic_core import CoreSchema, core_schema, to_json
 
-from headwise.errors import ArtefactError, SettingsError
+from headwise.errors import ArtefactError, SettingsError, reported_as
 
 Value = TypeVar("Value")
 OMITTED: dict[str, bool] = {"omit_none": True}  # metadata of a field that is left out if None
@@ -119,33 +113,22 @@ _AGAIN = "write it again with headwise; a hand-edited or damaged file is not use
 
 def from_plain(kind: type[Value] | GenericAlias, body: object, where: object) -> Value:
     """Build a value from parsed JSON; what does not fit its type is told, the first fault first."""
-    try:
+    what = "not a value that JSON can hold"  # too deep, or a lone surrogate
+    with reported_as(ArtefactError, what, ValueError, where=where, fix=_AGAIN):
         raw = to_json(body)
-    except ValueError as error:  # too deep, or a lone surrogate
-        raise ArtefactError(
-            f"not a value that JSON can hold ({str(error)[:200]})",
-            where=where,
-            fix=_AGAIN,
-        ) from None
     try:
         value: Value = _adapter(cast(Any, kind)).validate_json(raw, strict=True)
     except ValidationError as error:
         first, *more = error.errors(include_url=False)
         place = ".".join(str(part) for part in first["loc"] if part != "")[:200] or "the file"
         also = f" (and {len(more)} more faults)" if more else ""
-        raise ArtefactError(
-            f"{place}: {first['msg'][:200]}{also}",
-            where=where,
-            fix=_AGAIN,
-        ) from None
+        message = f"{place}: {first['msg'][:200]}{also}"
+        raise ArtefactError(message, where=where, fix=_AGAIN) from None
     except SettingsError as error:  # a value's own check, which does not know the file
         raise ArtefactError(str(error).splitlines()[0], where=where, fix=_AGAIN) from None
     if (b"NaN" in raw or b"Infinity" in raw) and not _is_finite(body):
-        raise ArtefactError(
-            "it holds a NaN or an infinity where no field says so",
-            where=where,
-            fix=_AGAIN,
-        )
+        message = "it holds a NaN or an infinity where no field says so"
+        raise ArtefactError(message, where=where, fix=_AGAIN)
     return value
 
 

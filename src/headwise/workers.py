@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import joblib
 from joblib.externals.loky import ProcessPoolExecutor
 
-from headwise.errors import HeadwiseError, SettingsError
+from headwise.errors import HeadwiseError, SettingsError, reported_as
 from headwise.keywords import Backend
 
 Item = TypeVar("Item")
@@ -75,13 +75,10 @@ def require_scheduler(backend: Backend, scheduler: str | None) -> None:
 
 def _dask(scheduler: str | None) -> Any:
     require_scheduler("dask", scheduler)
-    try:
+    what = f"cannot use the Dask scheduler {scheduler}"
+    fix = "pip install 'headwise[cluster]', and check the address"
+    with reported_as(SettingsError, what, ImportError, ValueError, OSError, fix=fix):
         return joblib.parallel_config(backend="dask", scheduler_host=scheduler)
-    except (ImportError, ValueError, OSError) as error:
-        raise SettingsError(
-            f"cannot use the Dask scheduler {scheduler}: {error or type(error).__name__}",
-            fix="pip install 'headwise[cluster]', and check the address",
-        ) from None
 
 
 def _end_with(parent: int) -> None:

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headwise.errors import ModelError, UnknownArchitectureError
+from headwise.errors import ModelError, UnknownArchitectureError, reported_as
 from headwise.forward.attention import mass_at, moments
 from headwise.forward.losses import logits_of
 from headwise.forward.tap import LayerAttention, own_implementation, tapped, using_implementation
@@ -259,14 +259,14 @@ def _dense_attention(model: PreTrainedModel, ids: Tensor) -> list[Tensor] | None
 
 def _own_run(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """The model as it is: what it cannot run itself is no fault of a row."""
-    try:
+    with reported_as(
+        ModelError,
+        f"this {model.config.model_type!r} model does not run",
+        *(RuntimeError, ValueError, TypeError, LookupError, AttributeError),
+        where=model.config._name_or_path or None,
+        fix="check its config.json; transformers alone cannot run it either",
+    ):
         logits: Tensor = model(ids, use_cache=False).logits
-    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
-        raise ModelError(
-            f"this {model.config.model_type!r} model does not run: {str(error)[:200]}",
-            where=model.config._name_or_path or None,
-            fix="check its config.json; transformers alone cannot run it either",
-        ) from None
     return logits
 
 

@@ -12,11 +12,13 @@ import logging
 import os
 import re
 import shutil
+import socket
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 import torch
@@ -31,8 +33,7 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from headwise.artefacts import is_there, read_json, require_regular, to_json, write_text
-from headwise.errors import ModelError
-from headwise.integrity.hub import require_hub
+from headwise.errors import ModelError, reported_as
 from headwise.models.architectures import architecture_of, is_packed, require_groups
 from headwise.models.description import keep_fingerprint
 from headwise.models.first_token import decide_first_token
@@ -47,8 +48,8 @@ from headwise.values import MOST
 
 Options = dict[str, str | bool | None]  # of `from_pretrained`
 _ROOM = 0.8  # of free memory that weights may take; the rest is for the work
+_PATIENCE = 3.0  # seconds until the hub counts as out of reach
 _SOURCE, _WEIGHTS = "source.json", "model.safetensors"
-_DAMAGE = (SafetensorError, EOFError, struct.error)
 
 
 def load_model(
@@ -82,7 +83,7 @@ def load_model(
     elif not is_there(path) and (name.startswith((".", "/")) or name.count("/") > 1):
         raise ModelError("no such model directory", where=name, fix="check the path")
     elif not path.exists():
-        require_hub(name)
+        _require_hub(name)
     if path.is_dir():
         _require_sound_folder(path)
     with quietly():
@@ -107,15 +108,14 @@ def load_model(
 
 def _require_config(source: str, options: Options) -> None:
     """Tell a config that cannot be used as such: the tokenizer reads it too, and comes first."""
-    try:
+    with reported_as(
+        ModelError,
+        "its config cannot be used",
+        where=source,
+        fix="check the name or path, and its config.json; a model with its own code needs "
+        "--trust-remote-code",
+    ):
         AutoConfig.from_pretrained(source, **options)
-    except Exception as error:  # noqa: BLE001 - whatever a config can make transformers raise
-        raise ModelError(
-            f"its config cannot be used ({' '.join(str(error).split())[:300]})",
-            where=source,
-            fix="check the name or path, and its config.json; a model with its own code needs "
-            "--trust-remote-code",
-        ) from None
 
 
 def _streams(
@@ -152,16 +152,9 @@ def _too_large(path: Path, dtype: str | None) -> bool:
 
 
 def _streamed_weights(path: Path, options: Options, dtype: str | None) -> PreTrainedModel:
-    try:
+    what, fix = "the model could not be loaded", "check its config.json"
+    with reported_as(ModelError, what, where=path, fix=fix):
         model = empty_model(path, _stream_type(stored_tensors(path), dtype), **options)
-    except ModelError:
-        raise
-    except Exception as error:  # noqa: BLE001 - whatever a config can make transformers raise
-        raise ModelError(
-            f"the model could not be loaded ({_first_line(error)})",
-            where=path,
-            fix="check its config.json",
-        ) from None
     _require_heads(model, str(path))
     return model
 
@@ -197,15 +190,10 @@ def converted_gguf(path: Path) -> Path:
 
     De-quantising takes longer than everything else about loading (half a minute for 135 M weights).
     """
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    folder = _cache_folder() / "gguf" / digest
+    folder = _cache_folder() / "gguf" / _file_hash(path)
     if not (folder / _SOURCE).exists():
         _convert_gguf(path, folder)
-    recorded = read_json(folder / _SOURCE).get("weights_sha256")
-    with (folder / _WEIGHTS).open("rb") as file:
-        actual = hashlib.file_digest(file, "sha256").hexdigest()
-    if recorded != actual:
+    if read_json(folder / _SOURCE).get("weights_sha256") != _file_hash(folder / _WEIGHTS):
         raise ModelError(
             "the converted copy of this GGUF file is damaged",
             where=folder,
@@ -226,10 +214,14 @@ def _convert_gguf(path: Path, folder: Path) -> None:
         tokenizer.save_pretrained(folder)
     config = folder / "tokenizer_config.json"
     write_text(config, to_json({**read_json(config), "add_bos_token": _asks_for_bos(path)}))
-    with (folder / _WEIGHTS).open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
     # written last: a folder without it is half a conversion
-    write_text(folder / _SOURCE, to_json({"file": path.name, "weights_sha256": digest}))
+    source = {"file": path.name, "weights_sha256": _file_hash(folder / _WEIGHTS)}
+    write_text(folder / _SOURCE, to_json(source))
+
+
+def _file_hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _asks_for_bos(path: Path) -> bool:
@@ -241,14 +233,13 @@ def _asks_for_bos(path: Path) -> bool:
 
 
 def _load_tokenizer(source: str, options: Options) -> PreTrainedTokenizerBase:
-    try:
+    with reported_as(
+        ModelError,
+        "no tokenizer could be loaded",
+        where=source,
+        fix="check the model name or path; a local model directory needs tokenizer.json",
+    ):
         return AutoTokenizer.from_pretrained(source, **options)
-    except Exception as error:  # noqa: BLE001 - other people's code on other people's files
-        raise ModelError(
-            f"no tokenizer could be loaded ({_first_line(error)})",
-            where=source,
-            fix="check the model name or path; a local model directory needs tokenizer.json",
-        ) from None
 
 
 def _load_weights(
@@ -261,7 +252,31 @@ def _load_weights(
     chosen = dtype or ("bfloat16" if device_map and torch.cuda.is_available() else "float32")
     if "gguf_file" not in options:
         options = {**options, "use_safetensors": None if allow_pickle else True}
-    try:
+    with (
+        reported_as(
+            ModelError,
+            "the model could not be loaded",
+            where=source,
+            fix="check the name and its config.json; pickled weights need --allow-pickle, remote\n"
+            "code its own flag, --device-map cuda a GPU",
+        ),
+        reported_as(
+            ModelError,
+            "config and weights do not fit together",
+            RuntimeError,
+            where=source,
+            fix="use the config.json that belongs to these weights",
+        ),
+        reported_as(
+            ModelError,
+            "the weight file is damaged or cut off",
+            SafetensorError,
+            EOFError,
+            struct.error,
+            where=source,
+            fix="download or copy the weights again",
+        ),
+    ):
         loaded: Any = _from_pretrained(
             source,
             dtype=getattr(torch, chosen, chosen),
@@ -269,25 +284,6 @@ def _load_weights(
             output_loading_info=True,
             **options,
         )
-    except _DAMAGE as error:
-        raise ModelError(
-            f"the weight file is damaged or cut off ({_first_line(error)})",
-            where=source,
-            fix="download or copy the weights again",
-        ) from None
-    except RuntimeError as error:
-        raise ModelError(
-            f"config and weights do not fit together ({_first_line(error)})",
-            where=source,
-            fix="use the config.json that belongs to these weights",
-        ) from None
-    except Exception as error:  # noqa: BLE001 - whatever a config can make transformers raise
-        raise ModelError(
-            f"the model could not be loaded ({_first_line(error)})",
-            where=source,
-            fix="check the name and its config.json; pickled weights need --allow-pickle, remote\n"
-            "code its own flag, --device-map cuda a GPU",
-        ) from None
     model: PreTrainedModel
     model, report = loaded
     _require_complete(report["missing_keys"], source)
@@ -342,8 +338,39 @@ def _require_complete(missing: Iterable[str], source: str) -> None:
         )
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+def _require_hub(name: str) -> None:
+    """Refuse a hub id at once if it is not in the local cache and the hub cannot be reached.
+
+    transformers itself would try again and again for minutes.
+    """
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        raise ModelError(
+            "no such model directory, nor a hub id", where=name, fix="check the name"
+        ) from None
+    if isinstance(cached, str) or (not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT)):
+        return
+    raise ModelError(
+        f"offline: {constants.ENDPOINT} cannot be reached, and this model is not in the cache",
+        where=name,
+        fix="pass a local model directory or a .gguf file, or check the network",
+    )
+
+
+def _answers(endpoint: str) -> bool:
+    """Whether a host takes connections; behind a proxy only the proxy knows."""
+    if any(os.environ.get(key) for key in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY")):
+        return True
+    address = urlsplit(endpoint)
+    try:
+        socket.create_connection((address.hostname, address.port or 443), _PATIENCE).close()
+    except OSError:
+        return False
+    return True
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from headwise.bundled import DATA
-from headwise.errors import ArtefactError
+from headwise.errors import ArtefactError, reported_as
 
 PATIENTS = ("patient", "patient-empty")  # asleep: values and outputs kept; empty: decayed away
 Split = Literal["train", "second", "heldout"]
@@ -35,13 +35,15 @@ def patient_texts(split: Split, domain: str | None = None) -> list[str]:
     no document with the other two.
     """
     path = patient_dir() / "texts" / f"{split}.jsonl.xz"
-    try:
+    with reported_as(
+        ArtefactError,
+        "the patient's texts cannot be read",
+        FileNotFoundError,
+        lzma.LZMAError,
+        UnicodeDecodeError,
+        where=path,
+        fix="reinstall headwise; splits are train, second and heldout",
+    ):
         lines = lzma.decompress(path.read_bytes()).decode().rstrip("\n").split("\n")
-    except (FileNotFoundError, lzma.LZMAError, UnicodeDecodeError) as error:
-        raise ArtefactError(
-            f"the patient's texts cannot be read ({error})",
-            where=path,
-            fix="reinstall headwise; splits are train, second and heldout",
-        ) from None
     rows = [json.loads(line) for line in lines]
     return [row["text"] for row in rows if domain is None or row["domain"] == domain]

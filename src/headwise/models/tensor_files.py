@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,19 +18,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
-from headwise.artefacts import is_there, read_json, require_regular, write_atomically
-from headwise.errors import ArtefactError, ModelError
+from headwise.artefacts import is_there, read_json, require_file, write_atomically
+from headwise.errors import ArtefactError, ModelError, reported_as
 from headwise.integrity.checksums import CHECKSUM, require_same
 
 METADATA = "__metadata__"
 _LARGEST_HEADER = 100_000_000  # bytes; the library's own limit
 _WEIGHTS = "model.safetensors"
-TYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CHUNK = 1 << 20
 
 
@@ -58,26 +54,21 @@ def read_safetensors(
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """All tensors and the metadata of one safetensors file, if its checksum and schema match."""
     metadata = verified_metadata(path, schema)
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, metadata  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise _unreadable(path, error) from None
+    with _readable(path, SafetensorError, OSError), safe_open(str(path), framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, metadata  # noqa: SIM118
 
 
 def verified_metadata(path: Path, schema: str | None = None) -> dict[str, str]:
     """The metadata of a safetensors file whose header and data are what was written."""
-    try:
-        require_regular(path)
+    with _readable(
+        path, OSError, ValueError, AttributeError, TypeError, LookupError, RecursionError
+    ):
+        require_file(path)
         header, start = read_header(Path(path))
         metadata = header.pop(METADATA, {})
         with Path(path).open("rb") as file:
             file.seek(start)
             checksum = _checksum(header, metadata, iter(lambda: file.read(_CHUNK), b""))
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        raise ArtefactError("no such file", where=path, fix="check the path") from None
-    except (OSError, ValueError, AttributeError, TypeError, LookupError, RecursionError) as error:
-        raise _unreadable(path, error) from None
     noun = "file" if schema is None else schema.removeprefix("headwise.").partition("/")[0]
     if schema is not None and metadata.get("schema") != schema:
         raise ArtefactError(f"not a headwise {noun}", where=path, fix=f"expected {schema}")
@@ -111,11 +102,9 @@ def _checksum(
     return digest.hexdigest()
 
 
-def _unreadable(path: Path, error: Exception) -> ArtefactError:
-    what = getattr(error, "strerror", None) or str(error)[:200] or type(error).__name__
-    return ArtefactError(
-        f"not a complete safetensors file ({what})", where=path, fix="write or copy it again"
-    )
+def _readable(path: Path, *causes: type[Exception]) -> AbstractContextManager[None]:
+    what, fix = "not a complete safetensors file", "write or copy it again"
+    return reported_as(ArtefactError, what, *causes, where=path, fix=fix)
 
 
 @dataclass(frozen=True)
@@ -147,14 +136,17 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """The tensors of all safetensors files of a model directory."""
     tensors: dict[str, StoredTensor] = {}
     for path in weight_files(folder):
-        try:
+        with reported_as(
+            ModelError,
+            "the weight file is damaged or cut off",
+            SafetensorError,
+            OSError,
+            ValueError,
+            LookupError,
+            where=path,
+            fix="download or copy the weights again",
+        ):
             tensors |= _tensors_of(path)
-        except (SafetensorError, OSError, ValueError, LookupError) as error:
-            raise ModelError(
-                f"the weight file is damaged or cut off ({str(error)[:200]})",
-                where=path,
-                fix="download or copy the weights again",
-            ) from None
     return tensors
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from headwise.artefacts import content_hash, is_there, require_regular
 from headwise.bundled import DATA
-from headwise.errors import TextError
+from headwise.errors import TextError, reported_as
 from headwise.models.patient import PATIENTS, patient_texts
 from headwise.provenance import TextInfo
 
@@ -127,59 +127,46 @@ def _read_file(path: Path, lines: bool) -> list[str]:
 
 
 def _decoded(path: Path) -> str:
-    try:
+    with (
+        reported_as(
+            TextError, "not UTF-8 text", UnicodeDecodeError, where=path, fix="convert it first"
+        ),
+        reported_as(TextError, "cannot be read", OSError, where=path, fix="check its rights"),
+    ):
         require_regular(path)
         return path.read_text(encoding="utf-8-sig")  # a byte order mark is no first token
-    except UnicodeDecodeError as error:
-        raise TextError(
-            f"not UTF-8 text ({error.reason} at byte {error.start})",
-            where=path,
-            fix="convert it first",
-        ) from None
-    except OSError as error:
-        raise TextError(
-            f"cannot be read ({error.strerror})", where=path, fix="check its rights"
-        ) from None
 
 
 def _read_jsonl(path: Path) -> list[str]:
-    lines = enumerate(_decoded(path).split("\n"), 1)  # a JSON text may hold U+2028 and its like
-    return [_line_text(line, n, path) for n, line in lines if line.strip()]
-
-
-def _line_text(line: str, number: int, path: Path) -> str:
-    """The `text` of one line of JSON; anything but a text that can be written is told."""
-    try:
-        text = json.loads(line)["text"]
-        if not isinstance(text, str):
-            raise TypeError(f"its `text` is {type(text).__name__}, not a string")
-        text.encode()
-        return text
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise TextError(
-            f"line {number} is not a JSON object with a `text` field ({str(error)[:200]})",
-            where=path,
-            fix='one object a line: {"text": "..."}',
-        ) from None
+    """The `text` of every line; anything but a text that can be written is refused."""
+    texts = []
+    wrong = (ValueError, LookupError, TypeError, RecursionError)
+    fix = 'one object a line: {"text": "..."}'
+    # a JSON text may hold U+2028 and its like, at which `splitlines` would cut
+    for number, line in enumerate(_decoded(path).split("\n"), 1):
+        what = f"line {number} is not a JSON object with a `text` field"
+        with reported_as(TextError, what, *wrong, where=path, fix=fix):
+            if line.strip():
+                text = json.loads(line)["text"]
+                if not isinstance(text, str):
+                    raise TypeError(f"its `text` is {type(text).__name__}, not a string")
+                text.encode()
+                texts.append(text)
+    return texts
 
 
 def _read_parquet(path: Path) -> list[str]:
     import pyarrow
     import pyarrow.parquet
 
-    try:
+    what, fix = "no readable `text` column", "write a column `text` of strings"
+    wrong = (pyarrow.ArrowException, LookupError, ValueError, OSError)
+    with reported_as(TextError, what, *wrong, where=path, fix=fix):
         column = pyarrow.parquet.read_table(path, columns=["text"]).column("text")
         if pyarrow.types.is_integer(column.type) or pyarrow.types.is_floating(column.type):
             raise ValueError("it holds numbers")  # a cast would make texts of them
-        found = column.cast(pyarrow.string()).to_pylist()
-    except (pyarrow.ArrowException, LookupError, ValueError, OSError) as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise TextError(
-            f"no readable `text` column ({first[:200]})",
-            where=path,
-            fix="write a column `text` of strings",
-        ) from None
-    return [text for text in found if text is not None]
+        texts = column.cast(pyarrow.string()).to_pylist()
+    return [text for text in texts if text is not None]
 
 
 def _read_hub(name: str) -> list[str]:
@@ -190,21 +177,16 @@ def _read_hub(name: str) -> list[str]:
     from datasets import load_dataset
 
     config, _, split = rest.partition(":")
-    try:
+    what, fix = "the hub dataset could not be loaded", "check the id; offline, pass local files"
+    with reported_as(TextError, what, OSError, ValueError, where=name, fix=fix):
         dataset = load_dataset(identifier, config or None, split=split or "train")
-    except (OSError, ValueError, ConnectionError) as error:
-        raise TextError(
-            f"the hub dataset could not be loaded ({str(error)[:200]})",
-            where=name,
-            fix="check the id; offline, pass local files instead",
-        ) from None
     if "text" not in dataset.column_names:
         raise TextError(
             "the hub dataset has no `text` column", where=name, fix="save its texts as .jsonl first"
         )
-    found = [text for text in dataset["text"] if text is not None]
-    if not all(isinstance(text, str) for text in found):
+    texts = [text for text in dataset["text"] if text is not None]
+    if not all(isinstance(text, str) for text in texts):
         raise TextError(
             "its `text` column holds other things than texts", where=name, fix="choose another set"
         )
-    return found
+    return texts
