@@ -30,7 +30,6 @@ from headwise.proof.trajectories import (
 from headwise.proof.values import (
     DocumentLosses,
     Evaluation,
-    EvaluationProvenance,
     HeadCosts,
     Recovery,
 )
@@ -363,7 +362,7 @@ def evaluated(diagnosis, losses, *, sha="a", fingerprint="base", tokens=None, pl
         heads=HeadCosts(4, {}, {}),
         recovery=Recovery({}, 1, 1, 1, 1, (), "a rule"),
         mlp_dormancy=None,
-        provenance=EvaluationProvenance({}),
+        provenance=Provenance(versions={}),
     )
     return Snapshot(diagnosis, evaluation)
 

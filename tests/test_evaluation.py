@@ -27,8 +27,8 @@ from headwise.models.architectures import (
     projection_of,
 )
 from headwise.models.loaded_model import LoadedModel
-from headwise.proof.evaluate import _Wanted, _wanted, evaluate, paper_prompts
-from headwise.proof.perplexity import make_windows, paired_difference, text_losses
+from headwise.proof.evaluate import ablated_sets, evaluate, paper_prompts
+from headwise.proof.perplexity import make_windows, text_losses
 from headwise.proof.values import Evaluation, HeadCost, HeadCosts, recovery_of
 from headwise.surgery.operation import operate
 from headwise.surgery.plan import operated_heads
@@ -71,14 +71,13 @@ def test_perplexity_equals_a_plain_loop_with_transformers_loss(speaker, tokenize
     encoded = [tokenizer(text)["input_ids"] for text in SENTENCES]
     expected = [hf_loss(speaker, ids) for ids in encoded]
     found = text_losses(speaker, tokenizer, TEXTS, max_length=512, batch_size=3)
-    assert found.sums == pytest.approx(expected, rel=1e-5)
-    assert found.tokens.tolist() == [len(ids) - 1 for ids in encoded]
+    assert found.document_loss_sums == pytest.approx(expected, rel=1e-5)
+    assert list(found.document_tokens) == [len(ids) - 1 for ids in encoded]
     total = sum(len(ids) - 1 for ids in encoded)
-    summary = found.summary()
-    assert summary.predicted_tokens == total
-    assert summary.loss.value == pytest.approx(sum(expected) / total, rel=1e-5)
-    assert summary.perplexity.value == pytest.approx(math.exp(sum(expected) / total), rel=1e-5)
-    assert summary.loss.low < summary.loss.value < summary.loss.high
+    assert found.predicted_tokens == total
+    assert found.loss.value == pytest.approx(sum(expected) / total, rel=1e-5)
+    assert found.perplexity.value == pytest.approx(math.exp(sum(expected) / total), rel=1e-5)
+    assert found.loss.low < found.loss.value < found.loss.high
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
@@ -86,7 +85,7 @@ def test_batching_does_not_change_perplexity(tokenizer, batch_size):
     model = tiny_language_model("bloom")
     one = text_losses(model, tokenizer, TEXTS, batch_size=5)
     other = text_losses(model, tokenizer, TEXTS, batch_size=batch_size)
-    assert one.sums == pytest.approx(other.sums, rel=1e-5)
+    assert one.document_loss_sums == pytest.approx(other.document_loss_sums, rel=1e-5)
 
 
 def strided_loss(model, ids, window, stride):
@@ -108,8 +107,8 @@ def test_long_texts_are_scored_with_a_stride(speaker, tokenizer, window, stride)
     found = text_losses(speaker, tokenizer, TEXTS, max_length=window, stride=stride, batch_size=3)
     encoded = [tokenizer(text)["input_ids"] for text in SENTENCES]
     expected = [strided_loss(speaker, ids, window, stride) for ids in encoded]
-    assert found.sums == pytest.approx(expected, rel=1e-5)
-    assert found.tokens.tolist() == [len(ids) - 1 for ids in encoded]
+    assert found.document_loss_sums == pytest.approx(expected, rel=1e-5)
+    assert list(found.document_tokens) == [len(ids) - 1 for ids in encoded]
 
 
 @pytest.mark.parametrize("window", [2, 5, 8])
@@ -118,9 +117,7 @@ def test_each_token_is_predicted_exactly_once(window, stride):
     encoded = [list(range(n)) for n in (2, 3, 7, 8, 9, 16, 17, 40)]
     windows = make_windows(encoded, window, stride)
     predicted = {number: [] for number in range(len(encoded))}
-    for piece, number, ignored in zip(
-        windows.encoded, windows.document, windows.ignored, strict=True
-    ):
+    for piece, number, ignored in windows:
         assert 0 <= ignored < len(piece)
         assert len(piece) <= window
         predicted[number] += piece[1 + ignored :]
@@ -134,11 +131,11 @@ def test_paired_differences_are_of_the_same_tokens(tokenizer):
     patch.apply(model)
     after = text_losses(model, tokenizer, TEXTS)
     patch.undo(model)
-    found = paired_difference(after, before)
-    expected = (after.sums - before.sums).sum() / before.tokens.sum()
+    found = after.minus(before)
+    expected = after.loss.value - before.loss.value
     assert found.value == pytest.approx(expected)
     assert found.low <= found.value <= found.high
-    assert paired_difference(before, before) == Interval(0.0, 0.0, 0.0)
+    assert before.minus(before) == Interval(0.0, 0.0, 0.0)
 
 
 def brute_force(model, encoded, heads, means=None):
@@ -448,11 +445,13 @@ def test_the_seed_of_an_evaluation_is_the_bootstraps(tokenizer):
 
 def test_which_heads_are_ablated():
     loaded = LoadedModel("tiny", tiny_model("bloom"), tiny_tokenizer())
-    info = [operate(loaded.model, plan_for(loaded.model, "L0H1")).info]
-    operated = {"joint:operated": [Head(0, 1)]}
-    assert _wanted(loaded, None, None, info) == _Wanted(all_heads(2, 4), operated)
-    assert _wanted(loaded, "none", None, info) == _Wanted([], operated)
-    assert _wanted(loaded, "L1H0-1", None, []) == _Wanted([Head(1, 0), Head(1, 1)], {})
+    one, operated = [Head(0, 1)], {"joint:operated": (Head(0, 1),)}
+    every = {str(head): (head,) for head in all_heads(2, 4)}
+    assert ablated_sets(loaded, None, None, one) == every | operated
+    assert ablated_sets(loaded, "none", None, one) == operated
+    chosen = {"L1H0": (Head(1, 0),), "L1H1": (Head(1, 1),)}
+    assert ablated_sets(loaded, "L1H0-1", None, []) == chosen
+    assert ablated_sets(loaded, [], {"pair": one, "none": []}, one) == {"joint:pair": tuple(one)}
 
 
 def test_evaluating_on_nothing_is_an_error(tokenizer):

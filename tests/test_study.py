@@ -26,8 +26,8 @@ from headwise.diagnosis.settings import Thresholds
 from headwise.diagnosis.values import diagnosis_from
 from headwise.errors import ArtefactError, SettingsError, TrainingError
 from headwise.models.patch import Patch
-from headwise.proof.perplexity import TextLosses
-from headwise.proof.values import Evaluation, EvaluationProvenance, HeadCosts
+from headwise.proof.values import DocumentLosses, Evaluation, HeadCosts
+from headwise.provenance import Provenance
 from headwise.studies.estimate import estimate_study
 from headwise.studies.run import run_study
 from headwise.studies.spread_runs import RunEnd
@@ -360,7 +360,7 @@ def test_a_run_that_fails_does_not_keep_the_others_from_their_end(
 def losses_of(*sums):
     """An evaluation with these document losses, ten tokens each."""
     texts = TextSet("t", tuple(map(str, sums)))
-    losses = TextLosses(texts, np.array(sums), np.full(len(sums), 10))
+    losses = DocumentLosses.of(texts.describe(), np.array(sums), np.full(len(sums), 10))
     diagnosis = diagnosis_from(
         model=made_model(1, 2),
         maps={"first_token_mass": np.zeros((1, 2))},
@@ -369,12 +369,12 @@ def losses_of(*sums):
     return Evaluation(
         model=diagnosis.model,
         patches=(),
-        text_sets={"t": losses.summary()},
+        text_sets={"t": losses},
         diagnosis=diagnosis,
         heads=HeadCosts(len(sums), {}, {}),
         recovery=None,
         mlp_dormancy=None,
-        provenance=EvaluationProvenance({}),
+        provenance=Provenance(versions={}),
     )
 
 

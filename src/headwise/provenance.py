@@ -25,16 +25,18 @@ class TextInfo:
 
 @dataclass(frozen=True)
 class MeasureSettings:
-    """What decides the maps of a diagnosis besides the model and the texts."""
+    """What decides the numbers of a diagnosis or evaluation besides the model and the texts."""
 
     max_length: int
     skip_queries: int = 0
     bos: bool = False
+    max_texts: int | None = field(default=None, metadata=OMITTED)  # on which heads are judged
+    seed: int | None = field(default=None, metadata=OMITTED)  # of bootstraps
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """What produced a diagnosis; a published map states its source instead."""
+    """What produced an artefact; a published map states its source instead."""
 
     texts: TextInfo | None = field(default=None, metadata=OMITTED)
     settings: MeasureSettings | None = field(default=None, metadata=OMITTED)

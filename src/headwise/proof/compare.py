@@ -17,7 +17,7 @@ from headwise.alarms import Alarm, cure_alarms, merge_alarms
 from headwise.artefacts import content_hash, read_json, versions
 from headwise.diagnosis.values import Diagnosis
 from headwise.errors import ArtefactError
-from headwise.intervals import Interval, mean_interval
+from headwise.intervals import Interval
 from headwise.plasticity.values import PlasticitySummary, find_plasticity
 from headwise.proof.comparison import (
     Comparison,
@@ -290,16 +290,11 @@ def paired_losses(
     if before is None or after is None:
         return {}
     both = [name for name in before.text_sets if name in after.text_sets]
-    return {
-        name: _paired(name, before.text_sets[name], after.text_sets[name], seed) for name in both
-    }
+    return {name: _paired(before.text_sets[name], after.text_sets[name], seed) for name in both}
 
 
-def _paired(name: str, left: DocumentLosses, right: DocumentLosses, seed: int) -> PairedLoss:
-    if left.texts.sha256 != right.texts.sha256:
-        raise ArtefactError(f"the text set {name!r} differs between the two evaluations")
-    difference = np.array(right.document_loss_sums) - np.array(left.document_loss_sums)
-    interval = mean_interval(difference, np.array(left.document_tokens), seed=seed)
+def _paired(left: DocumentLosses, right: DocumentLosses, seed: int) -> PairedLoss:
+    interval = right.minus(left, seed)
     return PairedLoss(
         left.loss,
         right.loss,

@@ -7,7 +7,6 @@ predicted once, with at least `max_length - stride` tokens of context where the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -17,66 +16,32 @@ from headwise.errors import ModelError
 from headwise.forward.hooked_pass import HookedPass
 from headwise.forward.losses import IGNORED, shifted_targets
 from headwise.forward.measurements import Measurement, run_measurement
-from headwise.intervals import Interval, mean_interval
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.progress import Progress, silent
 from headwise.proof.values import DocumentLosses
 from headwise.texts.batches import DEFAULT_MAX_LENGTH, Batch, batches, encode_for
 from headwise.texts.text_sets import TextSet
 
-
-@dataclass(frozen=True)
-class TextLosses:
-    """Summed loss and predicted tokens of every document of one text set."""
-
-    texts: TextSet
-    sums: Float[np.ndarray, "document"] = field(repr=False)
-    tokens: Int[np.ndarray, "document"] = field(repr=False)
-    unigram: float | None = None  # the loss of a unigram model of these texts
-
-    def loss(self, seed: int = 0) -> Interval:
-        """Mean loss in nats per predicted token."""
-        return mean_interval(self.sums, self.tokens, seed=seed)
-
-    def summary(self, seed: int = 0) -> DocumentLosses:
-        """The entry of a text set in `evaluation.json`."""
-        loss = self.loss(seed)
-        return DocumentLosses(
-            texts=self.texts.describe(),
-            loss=loss,
-            perplexity=loss.exp(),
-            predicted_tokens=int(self.tokens.sum()),
-            documents=len(self.sums),
-            document_loss_sums=tuple(self.sums.tolist()),
-            document_tokens=tuple(self.tokens.tolist()),
-            unigram_loss=self.unigram,
-        )
-
-
-@dataclass(frozen=True)
-class Windows:
-    """Pieces of documents for scoring: which document, and how many first targets to ignore."""
-
-    encoded: list[list[int]]
-    document: list[int]
-    ignored: list[int]
+Sums = Float[np.ndarray, "document"]
+Tokens = Int[np.ndarray, "document"]
+# a piece of a document: its tokens, which document, and how many first targets count no more
+Window = tuple[list[int], int, int]
 
 
 def make_windows(
     encoded: Sequence[Sequence[int]], size: int, stride: int, prefix: Sequence[int] = ()
-) -> Windows:
+) -> list[Window]:
     """Cut documents so that each token is predicted exactly once; later pieces get the prefix."""
-    pieces, document, ignored = [], [], []
+    windows: list[Window] = []
     for number, ids in enumerate(encoded):
         start, scored = 0, 1  # targets below `scored` are done; token 0 is never predicted
         while scored < len(ids):
             stop = min(start + size - len(prefix if start else ()), len(ids))
             before = prefix if start else ()
-            pieces.append([*before, *ids[start:stop]])
-            document.append(number)
-            ignored.append(scored - start - 1 + len(before))
+            ignored = scored - start - 1 + len(before)
+            windows.append(([*before, *ids[start:stop]], number, ignored))
             scored, start = stop, min(start + stride, stop - 1)  # one token of context at least
-    return Windows(pieces, document, ignored)
+    return windows
 
 
 @takes_model
@@ -89,14 +54,15 @@ def text_losses(
     stride: int | None = None,
     batch_size: int = 4,
     progress: Progress = silent,
-) -> TextLosses:
+) -> DocumentLosses:
     """Losses of every document of a text set, `whole` in windows, or cut at `max_length`."""
     max_length = loaded.length(max_length)
     encoded = encode_for(loaded, texts.texts, max_length=None if whole else max_length)
     work = losses_measurement(
         loaded, texts, encoded, max_length=max_length, stride=stride, batch_size=batch_size
     )
-    return run_measurement(loaded.model, work, progress=progress)
+    sums, tokens = run_measurement(loaded.model, work, progress=progress)
+    return DocumentLosses.of(texts.describe(), sums, tokens)
 
 
 def losses_measurement(
@@ -108,8 +74,8 @@ def losses_measurement(
     stride: int | None = None,
     batch_size: int = 4,
     apart: int = 0,
-) -> Measurement[TextLosses]:
-    """The losses of encoded texts, in windows where they are longer than `max_length`.
+) -> Measurement[tuple[Sums, Tokens]]:
+    """Summed loss and predicted tokens of each text, in windows where it is over `max_length`.
 
     The first texts, as many as `apart` says, stand in batches of their own (see `batches`).
     """
@@ -117,31 +83,30 @@ def losses_measurement(
     windows = make_windows(encoded, max_length, stride or max(1, max_length // 2), prefix)
     sums = np.zeros(len(encoded))
     tokens = np.zeros(len(encoded), dtype=np.int64)
-    work = list(batches(windows.encoded, batch_size, model=loaded.model, apart=apart))
+    pieces = [piece for piece, _, _ in windows]
+    work = list(batches(pieces, batch_size, model=loaded.model, apart=apart))
     wanted = [_targets(batch, windows) for batch in work]
 
     def take(number: int, _: int | None, losses: Float[Tensor, "text position"]) -> None:
-        owners = [windows.document[piece] for piece in work[number].index]
+        owners = [windows[piece][1] for piece in work[number].index]
         np.add.at(sums, owners, losses.double().sum(1).numpy())
         np.add.at(tokens, owners, (wanted[number] != IGNORED).sum(1).numpy())
 
     title = f"perplexity on {texts.name[:30]}"
     yield HookedPass([batch.ids for batch in work], take, targets=wanted, title=title)
     _require_numbers(loaded, texts, sums)
-    return TextLosses(texts, sums, tokens)
+    return sums, tokens
 
 
-def _targets(batch: Batch, windows: Windows) -> Int[Tensor, "text position"]:
+def _targets(batch: Batch, windows: Sequence[Window]) -> Int[Tensor, "text position"]:
     """What each position predicts; what an earlier window has scored counts no more."""
     targets = shifted_targets(batch.ids, batch.lengths)
     for row, piece in enumerate(batch.index):
-        targets[row, : windows.ignored[piece]] = IGNORED
+        targets[row, : windows[piece][2]] = IGNORED
     return targets
 
 
-def _require_numbers(
-    loaded: LoadedModel, texts: TextSet, sums: Float[np.ndarray, "document"]
-) -> None:
+def _require_numbers(loaded: LoadedModel, texts: TextSet, sums: Sums) -> None:
     wrong = np.flatnonzero(~np.isfinite(sums))
     if len(wrong):
         raise ModelError(
@@ -150,8 +115,3 @@ def _require_numbers(
             where=loaded.id,
             fix="use --dtype float32 (or bfloat16, which has its range)",
         )
-
-
-def paired_difference(after: TextLosses, before: TextLosses, seed: int = 0) -> Interval:
-    """Mean loss of `after` minus `before` on the same tokens, with its paired interval."""
-    return mean_interval(after.sums - before.sums, before.tokens, seed=seed)

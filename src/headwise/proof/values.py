@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from pydantic import Field
 
 from headwise.alarms import Alarm
 from headwise.artefacts import content_hash, load_artefact, save_artefact, to_json
 from headwise.diagnosis.values import SICK, Diagnosis, Dormancy, HeadClass
+from headwise.errors import ArtefactError
 from headwise.frames import frame
 from headwise.heads import JOINT, Head
-from headwise.intervals import Interval
+from headwise.intervals import Interval, mean_interval
 from headwise.models.values import ModelInfo, PatchInfo
-from headwise.provenance import Decisions, TextInfo
+from headwise.provenance import Decisions, Provenance, TextInfo
 from headwise.tables import tables_html
 from headwise.values import OMITTED, Empty, Finite, HeadArray, from_plain, plain_fields, to_plain
 
@@ -42,6 +43,34 @@ class DocumentLosses:
     def __post_init__(self) -> None:
         if not len(self.document_loss_sums) == len(self.document_tokens) == self.documents:
             raise ValueError("document_loss_sums and document_tokens must have one entry each")
+
+    @staticmethod
+    def of(
+        texts: TextInfo,
+        sums: Float[np.ndarray, "document"],
+        tokens: Int[np.ndarray, "document"],
+        unigram: float | None = None,
+        seed: int = 0,
+    ) -> DocumentLosses:
+        """From the summed loss and the predicted tokens of every document."""
+        loss = mean_interval(sums, tokens, seed=seed)
+        return DocumentLosses(
+            texts=texts,
+            loss=loss,
+            perplexity=loss.exp(),
+            predicted_tokens=int(tokens.sum()),
+            documents=len(sums),
+            document_loss_sums=tuple(sums.tolist()),
+            document_tokens=tuple(tokens.tolist()),
+            unigram_loss=unigram,
+        )
+
+    def minus(self, stock: DocumentLosses, seed: int = 0) -> Interval:
+        """Mean loss minus that of another condition on the same tokens, paired by document."""
+        if self.texts.sha256 != stock.texts.sha256:
+            raise ArtefactError(f"the text set {self.texts.name!r} differs between the two sides")
+        difference = np.array(self.document_loss_sums) - np.array(stock.document_loss_sums)
+        return mean_interval(difference, np.array(stock.document_tokens), seed=seed)
 
 
 @dataclass(frozen=True)
@@ -163,24 +192,6 @@ class MlpDormancy:
 
 
 @dataclass(frozen=True)
-class EvaluationSettings:
-    """What decides the numbers besides the model, the patches and the texts."""
-
-    max_length: int
-    max_texts: int
-    seed: int = 0
-    bos: bool | None = field(default=None, metadata=OMITTED)
-
-
-@dataclass(frozen=True)
-class EvaluationProvenance:
-    """Versions and settings."""
-
-    versions: Mapping[str, str]
-    settings: EvaluationSettings | None = field(default=None, metadata=OMITTED)
-
-
-@dataclass(frozen=True)
 class Evaluation:
     """One condition of a model: its losses, its heads and what they are worth."""
 
@@ -191,7 +202,7 @@ class Evaluation:
     heads: HeadCosts = field(repr=False)
     recovery: Recovery | None
     mlp_dormancy: Annotated[MlpDormancy | None, Empty] = field(repr=False)
-    provenance: EvaluationProvenance = field(repr=False)
+    provenance: Provenance = field(repr=False)
     tasks: Mapping[str, Mapping[str, Finite]] | None = field(default=None, metadata=OMITTED)
     # loss with the patches minus that of stock by text set, paired by document
     against_stock: Mapping[str, Interval] | None = field(default=None, metadata=OMITTED)
