@@ -18,7 +18,6 @@ from headwise.intervals import Interval, mean_interval
 from headwise.models.values import ModelInfo, PatchInfo
 from headwise.plasticity.settings import PlasticitySettings
 from headwise.proof.compare import Snapshot, compare, paired_losses, read_snapshot
-from headwise.proof.comparison import Comparison
 from headwise.proof.trajectories import (
     column_trends,
     run_maps,
@@ -28,6 +27,7 @@ from headwise.proof.trajectories import (
     two_phenomena,
 )
 from headwise.proof.values import (
+    Comparison,
     DocumentLosses,
     Evaluation,
     HeadCosts,

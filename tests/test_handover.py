@@ -314,7 +314,7 @@ def test_a_card_before_evaluation_carries_the_harm_and_the_slices_that_the_run_k
 
 
 def test_a_comparison_is_also_a_csv(tmp_path):
-    from headwise.proof.comparison import Comparison
+    from headwise.proof.values import Comparison
 
     study = build_study(tmp_path / "study", seeds=(0,))
     found = Comparison.load(study / "runs" / "surgery-s0" / "comparison.json")
@@ -357,7 +357,7 @@ def test_transformer_lens_reads_a_merged_directory(tokenizer, tmp_path):
         "therapy.repair.RepairRun",
         "therapy.values.Therapy",
         "proof.values.Evaluation",
-        "proof.comparison.Comparison",
+        "proof.values.Comparison",
         "proof.completed_texts.Completions",
         "plasticity.run.Plasticity",
         "studies.summary.StudySummary",

@@ -16,8 +16,7 @@ from headwise.diagnosis.values import Diagnosis, Pooled, Profile, SinkRate, diag
 from headwise.errors import ArtefactError
 from headwise.intervals import Interval
 from headwise.proof.compare import Snapshot, compare
-from headwise.proof.comparison import Comparison
-from headwise.proof.values import HeadRecovery
+from headwise.proof.values import Comparison, HeadRecovery
 from headwise.surgery.plan import make_plan
 from headwise.values import from_plain, to_plain
 from planned import made_model
@@ -204,7 +203,6 @@ VALUES = [
     "surgery.values",
     "therapy.values",
     "proof.values",
-    "proof.comparison",
     "proof.compare",
     "proof.zones",
     "proof.trajectories",

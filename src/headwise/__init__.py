@@ -46,7 +46,7 @@ _PUBLIC = {
     "Recipe": "surgery.recipe",
     "Patch": "models.patch",
     "Evaluation": "proof.values",
-    "Comparison": "proof.comparison",
+    "Comparison": "proof.values",
     "HeadwiseError": "errors",
 }
 
@@ -68,10 +68,9 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from headwise.plasticity.capture import capture as capture
     from headwise.plasticity.run import measure_plasticity as measure_plasticity
     from headwise.proof.compare import compare as compare
-    from headwise.proof.comparison import Comparison as Comparison
     from headwise.proof.completions import complete as complete
     from headwise.proof.evaluate import evaluate as evaluate
-    from headwise.proof.values import Evaluation as Evaluation
+    from headwise.proof.values import Comparison as Comparison, Evaluation as Evaluation
     from headwise.report.write import write_report as write_report
     from headwise.studies.run import run_study as run_study
     from headwise.surgery.plan import SurgeryPlan as SurgeryPlan, make_plan as make_plan

@@ -30,9 +30,8 @@ from headwise.plasticity.run import HeadFailure
 from headwise.plasticity.settings import PlasticitySettings
 from headwise.plasticity.values import CaptureInfo, HeadRecord, PlasticitySummary
 from headwise.plasticity.writer import is_whole
-from headwise.proof.comparison import Comparison
 from headwise.proof.completed_texts import Completions
-from headwise.proof.values import Evaluation
+from headwise.proof.values import Comparison, Evaluation
 from headwise.studies.study import started_study
 from headwise.studies.summary import StudySummary
 from headwise.surgery.run_state import read_maps, read_trace

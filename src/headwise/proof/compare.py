@@ -19,12 +19,6 @@ from headwise.diagnosis.values import Diagnosis
 from headwise.errors import ArtefactError
 from headwise.intervals import Interval
 from headwise.plasticity.values import PlasticitySummary, find_plasticity
-from headwise.proof.comparison import (
-    Comparison,
-    ComparisonProvenance,
-    PairedLoss,
-    PlasticityChange,
-)
 from headwise.proof.origins import last_patch, origin_of, stock_of_run
 from headwise.proof.trajectories import (
     column_trends,
@@ -33,7 +27,14 @@ from headwise.proof.trajectories import (
     trajectory_shapes,
     two_phenomena,
 )
-from headwise.proof.values import DocumentLosses, Evaluation
+from headwise.proof.values import (
+    Comparison,
+    ComparisonProvenance,
+    DocumentLosses,
+    Evaluation,
+    PairedLoss,
+    PlasticityChange,
+)
 from headwise.proof.zones import Map, Zones, drift_by_zone, transitions, zones_of
 from headwise.provenance import STOCK, Origin, require_same_origin
 from headwise.surgery.plan import SurgeryPlan, join_plans, plans_of

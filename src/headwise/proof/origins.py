@@ -6,9 +6,8 @@ from dataclasses import replace
 
 from headwise.diagnosis.values import Diagnosis
 from headwise.models.values import PatchInfo
-from headwise.proof.comparison import Comparison
 from headwise.proof.completed_texts import Completions
-from headwise.proof.values import Evaluation
+from headwise.proof.values import Comparison, Evaluation
 from headwise.provenance import STOCK, Origin
 from headwise.surgery.plan import SurgeryPlan
 from headwise.surgery.values import RunSettings

@@ -9,9 +9,8 @@ from headwise.tables import Table, table
 
 if TYPE_CHECKING:
     from headwise.intervals import Interval
-    from headwise.proof.comparison import Comparison
     from headwise.proof.completed_texts import Completions
-    from headwise.proof.values import Evaluation
+    from headwise.proof.values import Comparison, Evaluation
 
 _MOST = 8  # heads shown, those that matter most
 

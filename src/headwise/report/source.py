@@ -23,11 +23,10 @@ from headwise.intervals import Interval
 from headwise.models.values import ModelInfo, model_name
 from headwise.plasticity.values import PlasticitySummary, find_plasticity
 from headwise.proof.compare import compare, compared_identity
-from headwise.proof.comparison import Comparison
 from headwise.proof.completed_texts import Completions
 from headwise.proof.origins import origin_of, stock_of_run
 from headwise.proof.trajectories import run_maps
-from headwise.proof.values import DocumentLosses, Evaluation
+from headwise.proof.values import Comparison, DocumentLosses, Evaluation
 from headwise.proof.zones import Map, Mask, Zones, zones_of
 from headwise.provenance import Origin, require_same_origin
 from headwise.studies.study import started_study

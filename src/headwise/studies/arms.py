@@ -20,10 +20,9 @@ from headwise.models.loading import load_model
 from headwise.models.patch import Patch, applied
 from headwise.progress import Progress, silent, stage
 from headwise.proof.compare import compare, compared_identity
-from headwise.proof.comparison import Comparison
 from headwise.proof.evaluate import evaluate
 from headwise.proof.trajectories import run_maps
-from headwise.proof.values import Evaluation
+from headwise.proof.values import Comparison, Evaluation
 from headwise.proof.zones import Map
 from headwise.settings import changed
 from headwise.studies.study import PlanChoice, Study, StudyArm
