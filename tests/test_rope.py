@@ -10,6 +10,7 @@ from transformers import AutoConfig
 from conftest import sharp_model, tiny_tokenizer
 from headwise import capture, diagnose
 from headwise.diagnosis.measures import measure_heads
+from headwise.diagnosis.settings import DiagnoseSettings
 from headwise.forward.guard import guard
 from headwise.forward.interventions import ZERO, Variant
 from headwise.forward.variant_losses import variant_losses
@@ -24,7 +25,6 @@ from headwise.texts.batches import batches, token_ids
 from headwise.texts.corpus import build_corpus, split_blocks
 from headwise.texts.text_sets import TextSet
 from headwise.watch.probe import encode_probe, read_heads
-from headwise.watch.settings import ProbeSettings
 from planned import opened, plan_for, random_ids
 
 TURN = 40  # tokens: original_max_position_embeddings
@@ -107,7 +107,7 @@ def test_heads_of_longrope_are_measured_as_on_each_text_alone():
 
 def test_the_watch_reads_heads_of_longrope_as_on_each_text_alone():
     loaded = loaded_rope()
-    settings = ProbeSettings(max_length=320, batch_size=5)
+    settings = DiagnoseSettings(max_length=320, batch_size=5)
     probe, _ = encode_probe(loaded, TextSet("mixed", TEXTS), settings)
     seen = read_heads(loaded.model, probe)["first_token_mass"]
     alone = []

@@ -11,10 +11,9 @@ from typing_extensions import Doc
 from headwise.cli.app import resumable
 from headwise.cli.options import Output, alarm, wrote
 from headwise.cli.verbs import verb
-from headwise.keywords import keywords_of
+from headwise.diagnosis.settings import DiagnoseSettings
 from headwise.models.settings import LoadSettings
 from headwise.texts.settings import TextSettings
-from headwise.watch.settings import ProbeSettings
 
 if TYPE_CHECKING:
     from headwise.watch.film import Film
@@ -24,13 +23,13 @@ if TYPE_CHECKING:
     "watch",
     "The heads of a training run, checkpoint by checkpoint.",
     example="watch out/training --out out/watch",
-    without=("device_map", "stream", "yes"),
+    without=("skip_queries", "device_map", "stream", "yes"),
 )
 def watch_verb(
     checkpoints: Annotated[Path, typer.Argument(help="A folder of checkpoint-100, -200, ...")],
     texts: TextSettings,
-    settings: ProbeSettings,
     loading: LoadSettings,
+    settings: DiagnoseSettings = DiagnoseSettings(max_length=128),
     tokenizer: Annotated[
         str | None, Doc("Where the tokenizer is, if not in the checkpoints.")
     ] = None,
@@ -46,7 +45,10 @@ def watch_verb(
             checkpoints,
             texts.read(),
             out=to.out,
-            **keywords_of(settings),
+            max_length=settings.max_length,
+            batch_size=settings.batch_size,
+            thresholds=settings.thresholds,
+            bos=loading.bos,
             dtype=loading.dtype,
             tokenizer=tokenizer,
             resume=to.resume,

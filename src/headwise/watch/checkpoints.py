@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from headwise.artefacts import sweep
-from headwise.diagnosis.settings import Thresholds
+from headwise.diagnosis.settings import DiagnoseSettings, Thresholds
 from headwise.errors import ArtefactError, ModelError
 from headwise.integrity.locks import one_writer
 from headwise.models.loading import load_model
@@ -23,7 +22,6 @@ from headwise.watch.film import (
     resumed_film,
 )
 from headwise.watch.probe import encode_probe, read_heads, undisturbed
-from headwise.watch.settings import ProbeSettings
 from headwise.watch.trend import RULES, TrendRule
 
 _NUMBERED = re.compile(r"(?:checkpoint|global_step|step)[-_]?(\d+)")
@@ -66,7 +64,7 @@ def watch_checkpoints(
 ) -> Film:
     """Film a folder of `checkpoint-*`; `resume` goes on with the checkpoints that are new."""
     out, chosen = Path(out), as_text_set(texts, str(folder))
-    settings = ProbeSettings(thresholds or Thresholds(), max_length, batch_size, bos)
+    settings = DiagnoseSettings(max_length, batch_size, 0, thresholds or Thresholds())
     with one_writer(out):
         last = -1
         if (out / FILM).exists():
@@ -74,20 +72,19 @@ def watch_checkpoints(
             last = max(earlier.steps, default=-1)
             measured = earlier.settings.provenance.settings
             if bos is None and measured is not None:
-                settings = replace(settings, bos=measured.bos)
+                bos = measured.bos
         film: Film | None = None
         new = [one for one in checkpoints_in(Path(folder)) if one[0] > last]
         for step, path in track(new, "reading checkpoints", progress):
             loaded = load_model(
                 str(path),
                 dtype=dtype,
-                bos=settings.bos,
+                bos=bos,
                 tokenizer=tokenizer or _tokenizer_of(path),
                 allow_pickle=allow_pickle,
                 trust_remote_code=trust_remote_code,
             )
-            # Decided once: a later checkpoint must not be read another way.
-            settings = replace(settings, bos=loaded.bos)
+            bos = loaded.bos  # decided once: a later checkpoint must not be read another way
             with undisturbed(loaded.model):
                 probe, provenance = encode_probe(loaded, chosen, settings)
             if film is None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,7 +28,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from headwise.diagnosis.settings import Thresholds
+from headwise.diagnosis.settings import DiagnoseSettings, Thresholds
 from headwise.errors import ArtefactError, HeadwiseError
 from headwise.models.loaded_model import LoadedModel
 from headwise.texts.batches import Batch
@@ -37,11 +36,10 @@ from headwise.texts.text_sets import TextSet, as_text_set
 from headwise.watch.film import FILM, WATCH, Film, WatchSettings, add_reading, open_film
 from headwise.watch.overhead import Overhead
 from headwise.watch.probe import bare, encode_probe, read_heads, undisturbed
-from headwise.watch.settings import ProbeSettings
 from headwise.watch.trackers import log_reading, trainer_trackers
 from headwise.watch.trend import RULES, HeadAlarm, TrendRule
 
-MOST_TEXTS, LENGTH = 8, 128
+MOST_TEXTS, LENGTH = 8, 128  # of a probe, by default
 _log = logging.getLogger("headwise.watch")
 
 
@@ -78,7 +76,8 @@ class HeadWatch(TrainerCallback):
         self.out, self.stop, self.resume, self.name = Path(out), stop, resume, name
         self.model, self.tokenizer, self.trackers = model, tokenizer, list(trackers)
         self._texts, self._rules = texts, tuple(rules)
-        self._settings = ProbeSettings(thresholds or Thresholds(), max_length, batch_size, bos)
+        self._settings = DiagnoseSettings(max_length, batch_size, 0, thresholds or Thresholds())
+        self._bos = bos
         self.overhead = Overhead(every, budget)  # what watching has cost so far
         self._film: Film | None = None
         self._probe: tuple[Batch, ...] = ()
@@ -169,10 +168,10 @@ class HeadWatch(TrainerCallback):
     def start(self, step: int, total_steps: int | None = None) -> None:
         """Begin the film, or go on with it, with the model as it is after `step` steps."""
         self.overhead = Overhead(self.overhead.every, self.overhead.limit, total_steps)
-        if self._settings.bos is None and self.resume and (self.out / WATCH).exists():
+        if self._bos is None and self.resume and (self.out / WATCH).exists():
             measured = WatchSettings.load(self.out).provenance.settings
             if measured is not None:  # decided when the film began
-                self._settings = replace(self._settings, bos=measured.bos)
+                self._bos = measured.bos
         with self.overhead.spending():
             if (self.out / FILM).exists() and not self.resume:
                 raise ArtefactError(
@@ -201,7 +200,7 @@ class HeadWatch(TrainerCallback):
         whole = bare(self.model)
         identity = self.name or whole.config._name_or_path or str(whole.config.model_type)
         with undisturbed(self.model):
-            loaded = LoadedModel(identity, whole, self.tokenizer).reading(self._settings.bos)
+            loaded = LoadedModel(identity, whole, self.tokenizer).reading(self._bos)
             chosen = as_text_set(self._texts, identity)
             chosen = TextSet(chosen.name, chosen.texts[:MOST_TEXTS])
             self._probe, provenance = encode_probe(loaded, chosen, self._settings)

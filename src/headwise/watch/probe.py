@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from headwise.artefacts import versions
 from headwise.diagnosis.diagnose import SINK_RATE_EPSILON
 from headwise.diagnosis.measures import query_weights, watched_measures
+from headwise.diagnosis.settings import DiagnoseSettings
 from headwise.errors import HeadwiseError
 from headwise.forward.guard import guard
 from headwise.forward.tap import LayerAttention, tapped
@@ -29,14 +30,13 @@ from headwise.models.loaded_model import LoadedModel
 from headwise.provenance import MeasureSettings, Provenance
 from headwise.texts.batches import Batch, batches, encode_for
 from headwise.texts.text_sets import TextSet
-from headwise.watch.settings import ProbeSettings
 
 WATCHED = ("first_token_mass", "entropy", "output_norm", "max_logit")
 Maps = dict[str, Float[np.ndarray, "layer head"]]
 
 
 def encode_probe(
-    loaded: LoadedModel, texts: TextSet, settings: ProbeSettings
+    loaded: LoadedModel, texts: TextSet, settings: DiagnoseSettings
 ) -> tuple[tuple[Batch, ...], Provenance]:
     """The probe's token batches and where their numbers come from.
 
