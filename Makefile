@@ -8,7 +8,7 @@ WORKERS ?= 2
 export HF_HUB_DISABLE_TELEMETRY = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: install demo test test-slow test-families check format bench bench-quick faults fuzz same clean
+.PHONY: install demo test test-slow test-families check format docs bench bench-quick faults fuzz same clean
 
 install: $(STAMP)
 
@@ -71,6 +71,11 @@ bench: install
 
 bench-quick: install
 	$(BIN)/python -m benchmarks --quick --out out/bench-quick
+
+# Strict: a broken link, a page outside the menu or an unknown reference fails. The site is out/site.
+docs: install
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 clean:
 	rm -rf out .mypy_cache .ruff_cache .pytest_cache

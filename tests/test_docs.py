@@ -15,7 +15,8 @@ from headwise.models.patient import patient_texts
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+STORY = ROOT / "docs" / "story.md"
+PAGES = sorted(set((ROOT / "docs").glob("*.md")) - {STORY})
 
 # What makes a command of the README quick; the command itself stays as it is printed
 SMALLER = {
@@ -78,7 +79,7 @@ def run(words: list[str]) -> None:
     ["the paper's", pytest.param("auto", marks=pytest.mark.slow)],  # auto: minutes, all sick heads
 )
 def test_the_story_in_commands_runs_on_the_patient(desk, treatment):
-    story = next(text for text in blocks(README, "sh") if "headwise diagnose" in text)
+    [story] = blocks(STORY, "sh")
     found = [quick(words) for words in commands(story)]
     assert len(found) >= 10
     for words in found:
@@ -89,11 +90,12 @@ def test_the_story_in_commands_runs_on_the_patient(desk, treatment):
         run(words)
 
 
-def test_the_readmes_python_runs(desk):
-    found = blocks(README, "python")
-    assert found
-    for text in found:
-        exec(compile(text, "README.md", "exec"), {"__name__": "readme"})
+@pytest.mark.parametrize("page", [README, STORY], ids=["readme", "story"])
+def test_the_python_of_readme_and_story_runs(page, desk):
+    names = {"__name__": page.stem}
+    assert blocks(page, "python")
+    for text in blocks(page, "python"):
+        exec(compile(text, page.name, "exec"), names)
 
 
 LONG = {"handover": pytest.mark.slow}  # a whole story of its own

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import headwise
-from test_docs import README, ROOT, blocks
+from test_docs import README, ROOT, STORY, blocks
 
 # each line is wrong, and a type checker that knows the signatures says so
 MISTAKES = """
@@ -49,7 +49,7 @@ def errors(folder: Path, *names: str) -> dict[str, list[str]]:
 
 
 def test_the_readmes_python_is_typed_and_mistakes_are_caught(tmp_path):
-    (tmp_path / "readme.py").write_text("\n".join(blocks(README, "python")))
+    (tmp_path / "readme.py").write_text("\n".join([*blocks(README, "python"), *blocks(STORY, "python")]))
     (tmp_path / "right.py").write_text(RIGHT)
     (tmp_path / "wrong.py").write_text(MISTAKES)
     found = errors(tmp_path, "readme.py", "right.py", "wrong.py")
