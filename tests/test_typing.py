@@ -49,7 +49,8 @@ def errors(folder: Path, *names: str) -> dict[str, list[str]]:
 
 
 def test_the_readmes_python_is_typed_and_mistakes_are_caught(tmp_path):
-    (tmp_path / "readme.py").write_text("\n".join([*blocks(README, "python"), *blocks(STORY, "python")]))
+    shown = [text for page in (README, STORY) for text in blocks(page, "python")]
+    (tmp_path / "readme.py").write_text("\n".join(shown))
     (tmp_path / "right.py").write_text(RIGHT)
     (tmp_path / "wrong.py").write_text(MISTAKES)
     found = errors(tmp_path, "readme.py", "right.py", "wrong.py")
