@@ -179,7 +179,7 @@ def test_auto_wakes_sleeping_heads_and_keeps_the_patch(asleep, tmp_path):
 
 def test_auto_ends_in_an_empty_patch_where_nothing_is_shown_to_be_better(tiny, tmp_path):
     plan = plan_for(tiny.model)
-    corpus = numbered_corpus(validation=3)
+    corpus = numbered_corpus(validation=8)
     ruinous = TINY_RECIPE.model_copy(update={"lr": 50.0, "clip": 1e6, "validation_blocks": 0})
     run = repair(tiny, plan, corpus, ruinous, out=tmp_path, treatment="auto")
     assert run.outcome == "empty"
@@ -193,7 +193,7 @@ def test_auto_ends_in_an_empty_patch_where_nothing_is_shown_to_be_better(tiny, t
 
 def test_auto_finds_no_head_to_treat_in_a_model_without_sick_heads(tmp_path):
     loaded = LoadedModel("tiny", tiny_language_model("llama"), tiny_tokenizer())
-    corpus = numbered_corpus(validation=3, length=24)
+    corpus = numbered_corpus(validation=8, length=24)
     plan = find_ill_heads(loaded, corpus, TINY_RECIPE).plan
     assert plan.targets == ""
     run = repair(loaded, None, corpus, TINY_RECIPE, out=tmp_path, treatment="auto")
@@ -207,13 +207,13 @@ def test_a_head_that_gives_nothing_is_ill_wherever_it_looks():
     for role in ("v", "o"):
         for span in head_spans(loaded.model, head, role).values():
             span.of(loaded.model).data *= 1e-3
-    plan = find_ill_heads(loaded, numbered_corpus(validation=3, length=24), TINY_RECIPE).plan
+    plan = find_ill_heads(loaded, numbered_corpus(validation=8, length=24), TINY_RECIPE).plan
     assert head in plan.target_heads
 
 
 def test_a_corpus_that_cannot_tell_whether_a_repair_is_better_is_refused_at_once(tmp_path):
     loaded = LoadedModel("tiny", tiny_language_model("llama"), tiny_tokenizer())
-    with pytest.raises(TextError, match="two validation documents") as refused:
+    with pytest.raises(TextError, match="8 validation documents") as refused:
         repair(loaded, None, ["one long text. " * 200], out=tmp_path, treatment="auto")
     assert "--lines" in str(refused.value)
     assert not list(tmp_path.iterdir())
@@ -253,7 +253,7 @@ def test_the_work_of_auto_counts_triage_and_doses(tiny, tmp_path):
             repair(
                 tiny,
                 plan_for(tiny.model),
-                numbered_corpus(validation=3),
+                numbered_corpus(validation=8),
                 UNTRAINED,
                 out=tmp_path,
                 treatment=treatment,

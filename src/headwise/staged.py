@@ -18,10 +18,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from headwise.intervals import LEVEL, Interval
+from headwise.intervals import ERROR, Interval
 from headwise.provenance import Decisions
 
-ERROR = 1 - LEVEL
 FIRST_LOOK = 5  # documents; with fewer, Student intervals of skewed losses are too sure
 HOPE = 0.1  # a decision that is less likely than this is not waited for
 _ROUNDING = 2e-7  # nats per token: no smaller difference is evidence, however constant

@@ -17,7 +17,7 @@ from headwise.alarms import Alarm, cure_alarms, merge_alarms
 from headwise.artefacts import content_hash, read_json, versions
 from headwise.diagnosis.values import Diagnosis
 from headwise.errors import ArtefactError
-from headwise.intervals import Interval
+from headwise.intervals import FEWEST, Interval
 from headwise.plasticity.values import PlasticitySummary, find_plasticity
 from headwise.proof.origins import last_patch, origin_of, stock_of_run
 from headwise.proof.trajectories import (
@@ -307,8 +307,8 @@ def _paired(left: DocumentLosses, right: DocumentLosses, seed: int) -> PairedLos
 
 
 def _verdict(interval: Interval, documents: int) -> str:
-    if documents < 2:
-        return "one document: nothing can be said"
+    if documents < FEWEST:
+        return f"no verdict on {documents} of at least {FEWEST} documents"
     if interval.high < 0:
         return "lower with 95% confidence"
     return "higher with 95% confidence" if interval.low > 0 else "no difference shown"

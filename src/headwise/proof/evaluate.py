@@ -29,7 +29,7 @@ from headwise.forward.mean_outputs import means_measurement
 from headwise.forward.measurements import Measurement, run_measurements
 from headwise.forward.variant_losses import variant_losses
 from headwise.heads import JOINT, Head, all_heads, select_heads
-from headwise.intervals import mean_interval, mean_intervals
+from headwise.intervals import mean_interval, mean_intervals, paired_intervals
 from headwise.models.architectures import attention_layers, geometry_of, is_packed
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.patch import Patch, applied
@@ -218,7 +218,7 @@ def _with_rises(
     stock = measure()
     with applied(model, patches, force=force):
         now = measure()
-    rises = mean_intervals(now.deltas - stock.deltas, now.tokens, seed=reading.seed)
+    rises = paired_intervals(now.deltas - stock.deltas, now.tokens, seed=reading.seed)
     sides = [
         mean_interval(side.deltas[-1], side.tokens, seed=reading.seed) for side in (stock, now)
     ]

@@ -20,11 +20,10 @@ from transformers import PreTrainedModel
 from headwise.forward.interventions import ZERO, mean_output
 from headwise.forward.variant_losses import head_costs
 from headwise.heads import Head
-from headwise.intervals import Interval
+from headwise.intervals import ERROR, Interval
 from headwise.progress import Progress, silent
 from headwise.proof.values import HeadCost
 from headwise.staged import (
-    ERROR,
     FIRST_LOOK,
     HOPE,
     Measure,

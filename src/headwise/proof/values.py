@@ -21,7 +21,7 @@ from headwise.diagnosis.values import SICK, Diagnosis, Dormancy, HeadClass
 from headwise.errors import ArtefactError
 from headwise.frames import frame, head_frame
 from headwise.heads import JOINT, Head
-from headwise.intervals import Interval, mean_interval
+from headwise.intervals import Interval, mean_interval, paired_interval
 from headwise.models.values import ModelInfo, PatchInfo
 from headwise.proof.trajectories import ColumnTrend, Phase, PhaseMeans
 from headwise.proof.zones import DriftByZone, Transitions
@@ -77,7 +77,7 @@ class DocumentLosses:
         if self.texts.sha256 != stock.texts.sha256:
             raise ArtefactError(f"the text set {self.texts.name!r} differs between the two sides")
         difference = np.array(self.document_loss_sums) - np.array(stock.document_loss_sums)
-        return mean_interval(difference, np.array(stock.document_tokens), seed=seed)
+        return paired_interval(difference, np.array(stock.document_tokens), seed=seed)
 
 
 @dataclass(frozen=True)

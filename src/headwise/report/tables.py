@@ -144,7 +144,7 @@ def arms_side_by_side(source: Source) -> Table:
         rows,
         key="arms",
         notes=[
-            "Means over seeds; the loss difference is paired by document with a 95% bootstrap "
+            "Means over seeds; the loss difference is paired by document with a 95% "
             "interval, the last column is the first seed's."
         ],
         missing="No arm was run here.",

@@ -1,6 +1,6 @@
 """The statistics of a study: every arm against stock and against every other arm, paired.
 
-Losses are paired document by document and averaged over seeds before the bootstrap, so an interval
+Losses are paired document by document and averaged over seeds before the interval is taken, so it
 speaks of documents for these seeds; the spread over seeds is given beside it.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 from headwise.artefacts import load_artefact, save_artefact, versions
 from headwise.frames import frame
 from headwise.heads import JOINT
-from headwise.intervals import Interval, mean_interval
+from headwise.intervals import Interval, paired_interval
 from headwise.proof.values import Evaluation, HeadCost
 from headwise.provenance import Provenance
 from headwise.studies.study import Study
@@ -171,7 +171,7 @@ def _difference(left: list[Evaluation], right: list[Evaluation], text: str) -> A
     a, b = (
         np.array([e.text_sets[text].document_loss_sums for e in side]) for side in (left, right)
     )
-    interval = mean_interval(a.mean(0) - b.mean(0), tokens)
+    interval = paired_interval(a.mean(0) - b.mean(0), tokens)
     means = b if len(a) == len(b) else b.mean(0, keepdims=True)
     seeds = (a.sum(1) - means.sum(1)) / tokens.sum()
     return ArmDifference(

@@ -17,24 +17,27 @@ from transformers import PreTrainedModel
 from headwise.errors import TextError
 from headwise.forward.losses import shifted_targets, token_losses
 from headwise.forward.tap import tapped
-from headwise.intervals import Interval, mean_interval
+from headwise.intervals import FEWEST, Interval, paired_interval
 from headwise.models.architectures import backbone_of, device_of
 from headwise.models.patch import Patch
 from headwise.texts.batches import Batch
-from headwise.texts.corpus import Corpus, spread_blocks
+from headwise.texts.corpus import VALIDATION_SHARE, Corpus, spread_blocks
 
-ENOUGH = 32  # documents that a bootstrap can rest on
+ENOUGH = 32  # unseen documents, with fewer all are judged: the interval would be too wide
 MOST = 512  # blocks of a large corpus that are read: more would only narrow the interval
 
 
 def require_validation(corpus: Corpus) -> None:
     """Refuse a corpus that cannot tell whether a repair is better."""
-    if count_documents(corpus.validation) < 2:
+    documents = count_documents(corpus.validation)
+    if documents < FEWEST:
         raise TextError(
-            "auto needs two validation documents at least, to know whether a repair is better",
-            where=corpus.name,
-            fix="about one document in twenty becomes validation text: give more of them, as a "
-            "folder of files, a .jsonl, or a .txt with a text on each line and --lines",
+            f"auto needs {FEWEST} validation documents to know whether a repair is better, and "
+            f"this corpus has {documents}",
+            where=f"{corpus.name}: {corpus.info.documents} documents",
+            fix=f"one document in {1 / VALIDATION_SHARE:.0f} becomes validation text: add about "
+            f"{(FEWEST - documents) / VALIDATION_SHARE:.0f} documents, as a folder of files, a "
+            ".jsonl, or a .txt with a text on each line and --lines",
         )
 
 
@@ -55,7 +58,7 @@ def validation_change(model: PreTrainedModel, patch: Patch, blocks: Sequence[Bat
     before, tokens = _document_losses(model, blocks)
     with patch.applied(model):
         after, _ = _document_losses(model, blocks)
-    return mean_interval(after - before, tokens)
+    return paired_interval(after - before, tokens)
 
 
 def _document_losses(
