@@ -315,8 +315,8 @@ def _limit(model: Any, length: int, folder: Path) -> Work:
     """One forward, and the backward of activations down to the lowest operated layer."""
     import torch
 
-    from headwise.forward.gelu import fused_gelu
     from headwise.forward.losses import shifted_targets, summed_loss
+    from headwise.forward.replaced_forward import fused_gelu
     from headwise.forward.tap import tapped
     from headwise.models.architectures import layers_of
 

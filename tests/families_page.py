@@ -8,7 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 
 # ruff: noqa: E501
-from headwise.models.families import ARCHITECTURES, NOT_SEPARABLE
+from headwise.models.families.known_families import ARCHITECTURES, NOT_SEPARABLE
 from tiny import COMMON, MORE, TINY
 
 PAGE = Path(__file__).parent.parent / "docs" / "families.md"

@@ -25,7 +25,7 @@ from headwise import (
     triage,
 )
 from headwise.errors import HeadwiseError
-from headwise.models.families import ARCHITECTURES
+from headwise.models.families.known_families import ARCHITECTURES
 from headwise.plasticity.settings import CaptureSettings
 from headwise.proof.completed_texts import Prompt
 from headwise.proof.settings import Sampling

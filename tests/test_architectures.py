@@ -26,7 +26,7 @@ from headwise.models.architectures import (
     geometry_of,
     positions_of,
 )
-from headwise.models.families import ARCHITECTURES, NOT_SEPARABLE
+from headwise.models.families.known_families import ARCHITECTURES, NOT_SEPARABLE
 from headwise.models.slices import head_spans, output_bias_span, spans_of
 
 REQUIRED = {

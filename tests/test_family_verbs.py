@@ -13,7 +13,7 @@ from conftest import SENTENCES, tiny_language_model, tiny_tokenizer
 from family_verbs import DATA, outcomes
 from headwise import capture, compare, diagnose, evaluate, make_plan, repair
 from headwise.errors import ArtefactError
-from headwise.models.families import ARCHITECTURES
+from headwise.models.families.known_families import ARCHITECTURES
 from headwise.plasticity.settings import CaptureSettings
 from headwise.texts.text_sets import TextSet
 from planned import TINY_RECIPE, small_texts, weight_bits

@@ -19,7 +19,7 @@ from headwise.forward.guard import guard
 from headwise.forward.separability import check
 from headwise.forward.tap import tapped
 from headwise.models.architectures import projection_of
-from headwise.models.families import ARCHITECTURES
+from headwise.models.families.known_families import ARCHITECTURES
 from headwise.texts.text_sets import TextSet
 from planned import TINY_RECIPE, plan_for, small_texts
 from test_tap import logits, relative, token_ids

@@ -278,7 +278,7 @@ def test_bad_texts_are_refused_on_the_command_line(model_dir, tmp_path, text, me
 def test_a_wrong_row_fails_the_check(model_dir, monkeypatch, projections, message):
     from dataclasses import replace
 
-    from headwise.models.families import ARCHITECTURES
+    from headwise.models.families.known_families import ARCHITECTURES
 
     monkeypatch.setitem(
         ARCHITECTURES, "llama", replace(ARCHITECTURES["llama"], projections=projections)

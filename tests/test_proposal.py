@@ -15,7 +15,7 @@ from headwise.errors import UnknownArchitectureError
 from headwise.forward.guard import guard
 from headwise.forward.separability import check, prove_row
 from headwise.models.architectures import architecture_of, is_proposed
-from headwise.models.families import ARCHITECTURES
+from headwise.models.families.known_families import ARCHITECTURES
 from headwise.models.families.proposal import propose_rows, row_text
 from tiny import COMMON, GQA, MORE, TINY
 

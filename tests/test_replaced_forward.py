@@ -14,19 +14,16 @@ from transformers import PreTrainedTokenizerBase
 from conftest import SENTENCES, TINY, tiny_language_model, tiny_model, tiny_tokenizer
 from headwise.diagnosis.diagnose import diagnose
 from headwise.errors import ModelError
-from headwise.forward.checkpointing import checkpointed
 from headwise.forward.first_order import first_order_importance
-from headwise.forward.frozen import frozen
-from headwise.forward.gelu import fused_gelu
 from headwise.forward.losses import shifted_targets, summed_loss
 from headwise.forward.partial_run import layer_input, replaced_attention, run_from
-from headwise.forward.replaced_forward import replaced_forward
+from headwise.forward.replaced_forward import checkpointed, frozen, fused_gelu, replaced_forward
 from headwise.forward.separability import check
 from headwise.forward.tap import tapped
 from headwise.heads import Head, all_heads
 from headwise.models.architectures import architecture_of, attention_of, device_of, layers_of
 from headwise.models.description import describe_model
-from headwise.models.families import ARCHITECTURES
+from headwise.models.families.known_families import ARCHITECTURES
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.loading import require_finite
 from headwise.models.patch import Slice

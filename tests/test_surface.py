@@ -150,7 +150,7 @@ def test_no_verb_shows_the_help():
 
 def test_the_page_of_families_is_what_the_tests_prove():
     from families_page import PAGE, page
-    from headwise.models.families import ARCHITECTURES
+    from headwise.models.families.known_families import ARCHITECTURES
 
     assert PAGE.read_text() == page(), "run: python tests/families_page.py"
     readme = (Path(__file__).parent.parent / "README.md").read_text()

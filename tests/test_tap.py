@@ -258,7 +258,7 @@ def test_a_packed_batch_keeps_its_dense_mask():
 
 def test_learned_sinks_of_a_future_row_are_followed(monkeypatch):
     """gpt-oss passes `s_aux` through the interface; its row is not in the table yet."""
-    from headwise.models.families import ARCHITECTURES
+    from headwise.models.families.known_families import ARCHITECTURES
 
     config = AutoConfig.for_model(
         "gpt_oss",

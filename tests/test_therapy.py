@@ -13,7 +13,7 @@ from conftest import tiny_language_model, tiny_model, tiny_tokenizer
 from headwise.artefacts import load_artefact
 from headwise.diagnosis.diagnose import diagnose
 from headwise.errors import ArtefactError, SelectionError, TextError
-from headwise.forward.divergence import divergence
+from headwise.forward.losses import divergence
 from headwise.heads import Head
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.loading import load_model

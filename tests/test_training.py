@@ -623,7 +623,7 @@ def test_checkpoints_of_equal_states_are_equal_files(tmp_path):
 def test_the_fast_gelu_is_blooms_gelu_forward_and_backward():
     from transformers.models.bloom.modeling_bloom import BloomGelu
 
-    from headwise.forward.gelu import fused_gelu
+    from headwise.forward.replaced_forward import fused_gelu
 
     model = tiny_model("bloom")
     gelus = [module for module in model.modules() if isinstance(module, BloomGelu)]

@@ -117,7 +117,7 @@ def check_verb(
     if not result.passed:
         raise UnknownArchitectureError(
             f"the heads of {model} are not separable as the table says: {result.reason()}",
-            fix="correct its row in src/headwise/models/families/rows.py, or leave it alone",
+            fix="correct its row in models/families/known_families.py, or leave it alone",
         )
     screen.print(check_summary(loaded, result))
     if write_row:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -99,25 +100,11 @@ def measure_heads(
     model: PreTrainedModel,
     batches: Iterable[Batch],
     *,
-    skip_queries: int = 0,
-    pooled: bool = False,
     progress: Progress = silent,
-    visit: Visit | None = None,
-    sample: Batch | None = None,
+    **options: Any,
 ) -> Measured:
-    """Run the model over batches and measure every head on every text.
-
-    The loss of a `sample` is taken in the same passes, and `visit` sees each layer once.
-    """
-    work = heads_measurement(
-        model,
-        batches,
-        skip_queries=skip_queries,
-        pooled=pooled,
-        visit=visit,
-        sample=sample,
-    )
-    return run_measurement(model, work, progress=progress)
+    """Run the model over batches and measure every head; options are `heads_measurement`'s."""
+    return run_measurement(model, heads_measurement(model, batches, **options), progress=progress)
 
 
 def heads_measurement(
@@ -129,7 +116,10 @@ def heads_measurement(
     visit: Visit | None = None,
     sample: Batch | None = None,
 ) -> Measurement[Measured]:
-    """The same as a measurement that may share its passes with others."""
+    """Every measure of every head on every text, in passes that other measurements may share.
+
+    The loss of a `sample` is taken in the same passes, and `visit` sees each layer once.
+    """
     geometry, work = geometry_of(model), list(batches)
     shape = (sum(len(b.lengths) for b in work), geometry.num_layers, geometry.num_heads)
     longest = max(b.ids.shape[1] for b in work)

@@ -16,10 +16,9 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headwise.forward.checkpointing import checkpointed
-from headwise.forward.frozen import frozen
 from headwise.forward.interventions import HeadOutputs, Intervention
 from headwise.forward.losses import shifted_targets, summed_loss
+from headwise.forward.replaced_forward import checkpointed, frozen
 from headwise.forward.tap import LayerAttention, tapped
 from headwise.forward.variant_losses import base_pass
 from headwise.heads import Head

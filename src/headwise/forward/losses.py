@@ -94,7 +94,8 @@ def token_losses(
     losses = torch.zeros(wanted.shape, dtype=torch.float32, device=hidden.device)
     chosen = torch.nonzero(wanted != IGNORED).squeeze(1)
     if _is_linear(model):
-        losses[chosen] = _tiled(model, flat[chosen], wanted[chosen])
+        adjust = _scale_of(model).logits
+        losses[chosen] = _by_head(model, _tiled_losses, adjust, flat[chosen], wanted[chosen])
         return losses.view(targets.shape)
     for rows in _chunks(model, chosen):
         logits = logits_of(model, flat[rows]).float()
@@ -102,14 +103,13 @@ def token_losses(
     return losses.view(targets.shape)
 
 
-def _tiled(
-    model: PreTrainedModel, hidden: Float[Tensor, "row hidden"], targets: Int[Tensor, "row"]
-) -> Float[Tensor, "row"]:
-    """Tile by tile as the head's own forward, so that accelerate's hook brings its weights."""
-    head, adjust = model.get_output_embeddings(), _scale_of(model).logits
-    with replaced_forward([head], lambda module, _: partial(_tiled_losses, module, adjust)):
-        found: Tensor = head.forward(hidden, targets)
-    return found
+def _by_head(
+    model: PreTrainedModel, compute: Callable[..., Any], how: object, *tensors: Tensor
+) -> Any:
+    """`compute` as the output head's own forward, so that accelerate's hook brings its weights."""
+    head = model.get_output_embeddings()
+    with replaced_forward([head], lambda module, _: partial(compute, module, how)):
+        return head.forward(*tensors)
 
 
 def stored_losses(
@@ -123,8 +123,7 @@ def stored_losses(
         with _head_at_hand(model):
             return [token_losses(model, *one) for one in zip(hidden, targets, strict=True)]
     parts = [_Rows(one, wanted) for one, wanted in zip(hidden, targets, strict=True)]
-    head, scale = model.get_output_embeddings(), _scale_of(model)
-    name = next(name for name, module in model.named_modules() if module is head)
+    scale, name = _scale_of(model), _head_name(model)
     bias = stored.get(f"{name}.bias")
     for start, piece in stored.pieces(f"{name}.weight"):
         own = None if bias is None else bias[start : start + len(piece)]
@@ -133,14 +132,18 @@ def stored_losses(
     return [part.losses() for part in parts]
 
 
+def _head_name(model: PreTrainedModel) -> str:
+    head = model.get_output_embeddings()
+    name: str = next(name for name, module in model.named_modules() if module is head)
+    return name
+
+
 @contextmanager
 def _head_at_hand(model: PreTrainedModel) -> Iterator[None]:
     """While open an output head that must be called as it is stays in memory, if streamed."""
     before = architecture_of(model).before_logits
-    head = model.get_output_embeddings()
-    name = next(name for name, module in model.named_modules() if module is head)
     with ExitStack() as stack:
-        for one in (name, before) if stored_weights(model) is not None else ():
+        for one in (_head_name(model), before) if stored_weights(model) is not None else ():
             if one:
                 stack.enter_context(at_hand(model, one))
         yield
@@ -210,7 +213,8 @@ class _ChunkedLoss(torch.autograd.Function):
         for rows in _chunks(model, chosen):
             part, wanted = hidden[rows], targets[rows]
             if in_place:
-                loss, slope = _fused_chunk(model, scale, part, wanted, gradient is not None)
+                how = (scale, gradient is not None)
+                loss, slope = _by_head(model, _in_place, how, part, wanted)
             else:
                 loss, slope = _autograd_chunk(model, part, wanted, gradient is not None)
             total += loss
@@ -232,20 +236,11 @@ def _is_linear(model: PreTrainedModel) -> bool:
     return type(head) is nn.Linear and own and not architecture_of(model).before_logits
 
 
-def _fused_chunk(
-    model: PreTrainedModel, scale: _LogitScale, hidden: Tensor, targets: Tensor, sloped: bool
-) -> tuple[Tensor, Tensor | None]:
-    """The chunk's loss and slope as the head's own forward, so that accelerate's hook brings it."""
-    head = model.get_output_embeddings()
-    with replaced_forward([head], lambda module, previous: partial(_in_place, module, scale)):
-        found: tuple[Tensor, Tensor | None] = head.forward(hidden, targets, sloped)
-    return found
-
-
 def _in_place(
-    head: Any, scale: _LogitScale, hidden: Tensor, targets: Tensor, sloped: bool
+    head: Any, how: tuple[_LogitScale, bool], hidden: Tensor, targets: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """Loss and its gradient from one buffer: logits become probabilities, then their slope."""
+    scale, sloped = how
     buffer = F.linear(hidden, head.weight, head.bias)
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     for piece, wanted in zip(buffer.split(_CACHED_ROWS), targets.split(_CACHED_ROWS), strict=True):
@@ -286,7 +281,8 @@ def _tiled_losses(
         for rows, wanted in zip(hidden.split(_TILE_ROWS), targets.split(_TILE_ROWS), strict=True):
             if len(head.weight) <= _TILE_TOKENS:
                 logits = _projected(head, 0, rows, buffer)
-                losses += [_cross_entropy(adjust, *one) for one in _pieces(logits, wanted)]
+                for piece, own in _pieces(logits, wanted):
+                    losses.append(F.cross_entropy(adjust(piece.float()), own, reduction="none"))
             else:
                 losses.append(_over_tiles(head, adjust, rows, wanted, buffer))
     return torch.cat(losses)
@@ -315,11 +311,24 @@ def _projected(head: nn.Module, start: int, rows: Tensor, buffer: Tensor) -> Log
     return logits
 
 
-def _cross_entropy(adjust: Adjust, logits: Logits, wanted: Tensor) -> Float[Tensor, "row"]:
-    return F.cross_entropy(adjust(logits.float()), wanted, reduction="none")
-
-
 def _pieces(logits: Logits, wanted: Int[Tensor, "row"]) -> list[tuple[Tensor, Tensor]]:
     """A few rows at a time, so that they stay in a core's cache."""
     rows = max(1, _CACHED_LOGITS // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
     return list(zip(logits.split(rows), wanted.split(rows), strict=True))
+
+
+def divergence(
+    model: PreTrainedModel,
+    hidden: Float[Tensor, "text position hidden"],
+    stock: Float[Tensor, "text position hidden"],
+    lengths: Int[Tensor, "text"],
+) -> Float[Tensor, ""]:
+    """Mean KL(stock || model) in nats per token over the real positions."""
+    real = torch.arange(hidden.shape[1])[None] < lengths[:, None]
+    now, then = hidden[real.to(hidden.device)], stock[real.to(stock.device)]
+    total = torch.zeros((), device=hidden.device)
+    for some, kept in zip(now.split(_CHUNK_ROWS), then.split(_CHUNK_ROWS), strict=True):
+        wanted = logits_of(model, kept).float().log_softmax(-1)
+        given = logits_of(model, some).float().log_softmax(-1)
+        total = total + (wanted.exp() * (wanted - given)).sum()
+    return total / len(now)

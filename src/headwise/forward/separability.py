@@ -41,7 +41,7 @@ from headwise.models.architectures import (
     require_groups,
     require_plain,
 )
-from headwise.models.families.architecture import Architecture, Role
+from headwise.models.families.layout import Architecture, Role
 from headwise.models.families.proposal import propose_rows
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.slices import Span, head_spans, read_slices, spans_of, write_slices
@@ -225,7 +225,7 @@ def _require_row_fits(model: PreTrainedModel) -> None:
     except (AttributeError, RuntimeError, IndexError) as error:
         raise UnknownArchitectureError(
             f"the row for {model.config.model_type!r} does not fit this model ({error})",
-            fix="correct the row in src/headwise/models/families/rows.py",
+            fix="correct the row in src/headwise/models/families/known_families.py",
         ) from None
 
 

@@ -7,8 +7,8 @@ Statistics, Q/K capture, ablation and the fast training attention all read from 
 
 Two ways in. Families with transformers' AttentionInterface get a registered function, and a
 registered mask function with it: without one, transformers silently drops the causal mask. The
-others have an `attention_call` in their row of `models/families/rows.py`, and their attention
-modules get a forward around it while tapped.
+others have an `attention_call` in their row (`models/families`), and their attention modules get a
+forward around it while tapped.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from headwise.models.architectures import (
     attention_modules,
     projection_of,
 )
-from headwise.models.families.architecture import Architecture, AttentionInputs
+from headwise.models.families.layout import Architecture, AttentionInputs
 
 NAME = "headwise"
 
@@ -139,7 +139,7 @@ def tapped(model: PreTrainedModel, reader: Reader | None = None) -> Iterator[Non
             "the tap saw no layer: the model did not run, or its attention bypasses the tap",
             where=f"model_type={model.config.model_type!r}",
             fix="run the model inside the `with`; if it did run, give its row an "
-            "attention_call in src/headwise/models/families/rows.py",
+            "attention_call in src/headwise/models/families/known_families.py",
         )
 
 

@@ -20,7 +20,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headwise.forward.gelu import fused_gelu
 from headwise.forward.interventions import HeadOutputs, Intervention, Variant, substitute
 from headwise.forward.losses import shifted_targets, token_losses
 from headwise.forward.partial_run import (
@@ -30,6 +29,7 @@ from headwise.forward.partial_run import (
     replaced_attention,
     run_from,
 )
+from headwise.forward.replaced_forward import fused_gelu
 from headwise.forward.tap import LayerAttention, tapped
 from headwise.forward.variant_sweeps import TOKENS, sweep_variants
 from headwise.heads import Head

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headwise.errors import ArtefactError, ModelError, UnknownArchitectureError
-from headwise.models.families import ARCHITECTURES, NOT_SEPARABLE
-from headwise.models.families.architecture import Architecture, Positions, Role
+from headwise.models.families.known_families import ARCHITECTURES, NOT_SEPARABLE
+from headwise.models.families.layout import Architecture, Positions, Role
 from headwise.models.families.proposal import propose_rows
 from headwise.models.offloading import execution_device, held_tensor
 
@@ -57,7 +57,7 @@ def architecture_of(model: PreTrainedModel) -> Architecture:
             f"no head layout is known for model_type={family!r}",
             where=f"known: {', '.join(sorted(ARCHITECTURES))}",
             fix="its modules have no shape that headwise can read heads from; add one row to\n"
-            "src/headwise/models/families/rows.py, then prove it with `headwise check MODEL`",
+            "models/families/known_families.py, then prove it with `headwise check MODEL`",
         )
     if not (row.alibi_if or row.query_rank):  # a config takes 65 us to ask, and this is asked often
         return row
@@ -155,7 +155,7 @@ def geometry_of(model: PreTrainedModel, layer: int | None = None) -> Geometry:
         raise UnknownArchitectureError(
             f"the row for {model.config.model_type!r} fits no layer of this model",
             where=f"{row.layers}.*.{row.attention}: {', '.join((*row.projections, row.output))}",
-            fix="correct the row in src/headwise/models/families/rows.py",
+            fix="correct the row in src/headwise/models/families/known_families.py",
         )
     chosen = layers[0] if layer is None else layer
     config = model.config.get_text_config()

@@ -26,7 +26,7 @@ from headwise.models.architectures import (
     require_plain,
     widths,
 )
-from headwise.models.families.architecture import Role
+from headwise.models.families.layout import Role
 from headwise.models.offloading import held_tensor
 from headwise.models.slices import (
     Span,

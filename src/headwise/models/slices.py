@@ -22,7 +22,7 @@ from headwise.models.architectures import (
     projection_name,
     projection_of,
 )
-from headwise.models.families.architecture import Role
+from headwise.models.families.layout import Role
 from headwise.models.offloading import held_tensor, writable_tensor
 from headwise.models.stored_weights import stored_weights
 

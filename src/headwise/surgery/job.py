@@ -20,10 +20,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headwise.errors import ArtefactError
-from headwise.forward.checkpointing import checkpointed
-from headwise.forward.frozen import frozen
-from headwise.forward.gelu import fused_gelu
 from headwise.forward.partial_run import layer_input, run_from
+from headwise.forward.replaced_forward import checkpointed, frozen, fused_gelu
 from headwise.forward.tap import tapped
 from headwise.models.architectures import backbone_of, device_of, layers_of
 from headwise.models.loading import free_memory

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from headwise.errors import HeadwiseError, ModelError
 from headwise.models.architectures import is_transposed, projection_name
-from headwise.models.families.architecture import Role
+from headwise.models.families.layout import Role
 from headwise.models.patch import Slice
 from headwise.models.slices import Span
 from headwise.surgery.plan import SurgeryPlan

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headwise.errors import ModelError
-from headwise.forward.frozen import frozen
+from headwise.forward.replaced_forward import frozen
 from headwise.forward.tap import LayerAttention, tapped
 from headwise.heads import Head
 from headwise.models.architectures import (
@@ -33,7 +33,7 @@ from headwise.models.architectures import (
     geometry_of,
     projection_of,
 )
-from headwise.models.families.architecture import Role
+from headwise.models.families.layout import Role
 from headwise.models.slices import head_spans
 from headwise.texts.batches import Batch
 from headwise.texts.corpus import spread_blocks

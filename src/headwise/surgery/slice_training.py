@@ -22,8 +22,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headwise.forward.frozen import frozen
-from headwise.forward.replaced_forward import Forward, replaced_forward
+from headwise.forward.replaced_forward import Forward, frozen, replaced_forward
 from headwise.models.architectures import is_transposed
 from headwise.models.offloading import execution_device
 from headwise.models.patch import Slice

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import TrainingError
-from headwise.forward.divergence import divergence
-from headwise.forward.losses import shifted_targets, summed_loss
+from headwise.forward.losses import divergence, shifted_targets, summed_loss
 from headwise.models.architectures import backbone_of, device_of
 from headwise.models.rope import length_class
 from headwise.progress import Progress, silent

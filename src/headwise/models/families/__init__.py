@@ -1,5 +1,1 @@
-"""Model families: the table of rows, custom attention code, and rows proposed from a shape."""
-
-from headwise.models.families.rows import ARCHITECTURES, NOT_SEPARABLE
-
-__all__ = ["ARCHITECTURES", "NOT_SEPARABLE"]
+"""Model families: the known ones, custom attention code, and rows proposed from a shape."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headwise.models.families.architecture import AttentionInputs
+from headwise.models.families.layout import AttentionInputs
 
 
 def _split(module: Any, heads: int, hidden: Tensor) -> list[Tensor]:
@@ -28,12 +29,15 @@ def _through(output: Any) -> Callable[[Tensor], tuple[Tensor, None]]:
     return lambda merged: (output(merged), None)
 
 
-def bloom_slopes(model: PreTrainedModel) -> Tensor:
-    """BLOOM's slopes, from its own function."""
-    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+def alibi_slopes(model: PreTrainedModel) -> Tensor:
+    """BLOOM's and Falcon's slopes as executed, from the function that both have under one name.
 
-    count = int(model.config.num_attention_heads)
-    return build_alibi_tensor(torch.ones(1, 2), count, torch.float32)[:, 0, 1]
+    Falcon's are rounded to bfloat16.
+    """
+    family = model.config.model_type
+    build = import_module(f"transformers.models.{family}.modeling_{family}").build_alibi_tensor
+    slopes: Tensor = build(torch.ones(1, 2), int(model.config.num_attention_heads), torch.float32)
+    return slopes[:, 0, 1]
 
 
 def bloom_call(
@@ -52,14 +56,6 @@ def bloom_call(
         return residual + module.dense(merged), None
 
     return AttentionInputs(q, k, v, module.inv_norm_factor, attention_mask, finish, alibi=True)
-
-
-def falcon_slopes(model: PreTrainedModel) -> Tensor:
-    """Falcon's slopes as executed: rounded to bfloat16."""
-    from transformers.models.falcon.modeling_falcon import build_alibi_tensor
-
-    count = int(model.config.num_attention_heads)
-    return build_alibi_tensor(torch.ones(1, 2), count, torch.float32)[:, 0, 1]
 
 
 def falcon_call(

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from headwise.models.families.architecture import Architecture, Positions
+from headwise.models.families.layout import Architecture, Positions
 
 _QUERY = re.compile(r"(to_|w)?q(uery)?(_?(proj|lin|linear|layer))?$", re.I)
 _KEY = re.compile(r"(to_|w)?k(ey)?(_?(proj|lin|linear|layer))?$", re.I)
@@ -127,7 +127,7 @@ def _variants(model: PreTrainedModel, row: Architecture) -> list[Architecture]:
 
 
 def row_text(family: str, row: Architecture) -> str:
-    """A row as it would stand in `rows.py`: only what differs from Llama's."""
+    """A row as it would stand in `known_families.py`: only what differs from Llama's."""
     differing = [
         f"{field.name}={getattr(row, field.name)!r}"
         for field in fields(row)

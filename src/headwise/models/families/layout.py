@@ -1,4 +1,4 @@
-"""What headwise knows of a model family: the fields of one row of the table in `families/rows.py`.
+"""What headwise knows of a model family: the fields of one row of `known_families.py`.
 
 Every layout met so far is one of three orders of rows in the projections (`split`, `concat`,
 `grouped`); BLOOM's "interleaved per head" is `grouped` with one query head per key head. The fourth
