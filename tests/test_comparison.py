@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from headwise.artefacts import read_json
-from headwise.diagnosis.bloom_maps import BLOOM, published_diagnoses, published_diagnosis
+from headwise.diagnosis.bloom_maps import BLOOM, STOCK_MAPS, published_diagnosis
 from headwise.diagnosis.settings import Thresholds
+from headwise.diagnosis.survey import read_diagnoses
 from headwise.diagnosis.values import Diagnosis, diagnosis_from
 from headwise.errors import ArtefactError
 from headwise.heads import Head
@@ -61,7 +62,7 @@ PASS2_HEADS = {str(Head(layer, index)) for layer, found in PASS2.items() for ind
 
 @pytest.fixture(scope="module")
 def stock():
-    return {d.model.id: d for d in published_diagnoses()}["1b7"]
+    return {d.model.id: d for d in read_diagnoses(STOCK_MAPS)}["1b7"]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ from eager import eager_measures
 from headwise import Diagnosis, diagnose
 from headwise.cli.show import head_grid, rich_table
 from headwise.diagnosis.bimodality import _density
-from headwise.diagnosis.dormancy import activation_dormancy, weight_dormancy
 from headwise.diagnosis.measures import MEASURES, measure_heads, positional_baseline
 from headwise.diagnosis.settings import Thresholds
 from headwise.diagnosis.survey import rank_correlation
@@ -27,6 +26,7 @@ from headwise.models.architectures import alibi_slopes
 from headwise.models.slices import head_spans
 from headwise.texts.batches import batches, encode_texts
 from headwise.texts.text_sets import TextSet
+from neurons import activation_dormancy, weight_dormancy
 from planned import made_model
 
 TEXTS = [*SENTENCES, " ".join(SENTENCES) * 3]
@@ -229,8 +229,8 @@ def test_the_band_is_the_indices_sick_in_more_than_three_layers_of_ten():
     mass[2:6, 2] = 0.9
     mass[8, 3] = 0.99
     diagnosis = synthetic(mass)
-    assert diagnosis.band.indices == (2,)
-    assert diagnosis.band.sick_share_by_index == (0, 0.3, 0.4, 0.1)
+    assert diagnosis.band == (2,)
+    assert diagnosis.sick_share_by_index == (0, 0.3, 0.4, 0.1)
     assert diagnosis.counts == {
         "healthy": 32,
         "low_entropy": 0,
@@ -248,7 +248,7 @@ def test_the_band_is_the_indices_sick_in_more_than_three_layers_of_ten():
 
 def test_a_model_without_sick_heads_has_an_empty_band():
     diagnosis = synthetic(np.full((2, 3), 0.1))
-    assert diagnosis.band.indices == ()
+    assert diagnosis.band == ()
     assert diagnosis.band_heads == []
     assert diagnosis.threshold_sweep.valley.depth == 0
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from conftest import SENTENCES, tiny_language_model, tiny_model, tiny_tokenizer
-from headwise.diagnosis.dormancy import activation_dormancy, weight_dormancy
 from headwise.diagnosis.values import Diagnosis
 from headwise.errors import TextError
 from headwise.forward.first_order import first_order_costs, first_order_importance
@@ -36,6 +35,7 @@ from headwise.surgery.treatments import Dose, treat
 from headwise.texts import batches as batches_module
 from headwise.texts.batches import batches
 from headwise.texts.text_sets import TextSet
+from neurons import activation_dormancy, weight_dormancy
 from planned import (
     ablate_sets,
     made_model,

@@ -13,7 +13,6 @@ import torch
 
 from conftest import tiny_model
 from eager import eager_measures
-from headwise.diagnosis.dormancy import activation_dormancy, weight_dormancy
 from headwise.diagnosis.measures import MEASURES, measure_heads
 from headwise.forward.partial_run import layer_input, run_from
 from headwise.forward.separability import check
@@ -26,6 +25,7 @@ from headwise.models.architectures import (
     layers_of,
 )
 from headwise.texts.batches import batches
+from neurons import activation_dormancy, weight_dormancy
 from planned import ablate_sets
 from test_tap import TOLERANCE, token_ids
 from tiny import MORE, UNEVEN

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from headwise.errors import SelectionError
-from headwise.heads import Head, HeadMap, all_heads, format_heads, heads_where, select_heads
+from headwise.heads import Head, all_heads, format_heads, heads_where, select_heads
 
 LAYERS, HEADS = 6, 8
 SETS = {
@@ -87,11 +87,9 @@ def test_a_head_prints_and_parses():
             Head.parse(wrong)
 
 
-def test_a_map_is_read_by_head_and_by_mask():
+def test_heads_are_read_off_a_mask():
     values = np.arange(6.0).reshape(2, 3)
-    head_map = HeadMap("mass", values)
-    assert head_map.at(Head(1, 0)) == 3.0
-    assert head_map.where(values > 3) == [Head(1, 1), Head(1, 2)] == heads_where(values > 3)
+    assert heads_where(values > 3) == [Head(1, 1), Head(1, 2)]
 
 
 def test_heads_are_written_as_the_shortest_blocks():

@@ -7,8 +7,9 @@ import pytest
 import yaml
 
 from conftest import tiny_model
-from headwise.diagnosis.bloom_maps import published_diagnoses
+from headwise.diagnosis.bloom_maps import STOCK_MAPS
 from headwise.diagnosis.settings import Thresholds
+from headwise.diagnosis.survey import read_diagnoses
 from headwise.diagnosis.values import diagnosis_from
 from headwise.errors import ArtefactError, SelectionError, SettingsError
 from headwise.heads import Head, format_heads
@@ -42,7 +43,7 @@ def diagnosis():
 
 @pytest.fixture(scope="module")
 def bloom():
-    return {d.model.id: d for d in published_diagnoses()}["1b7"]
+    return {d.model.id: d for d in read_diagnoses(STOCK_MAPS)}["1b7"]
 
 
 @pytest.mark.parametrize(

@@ -182,9 +182,10 @@ def test_published_values_stand_beside_ours(tables):
 
 
 def test_the_cross_scale_rows_are_those_of_the_survey(tables):
-    from headwise.diagnosis.bloom_maps import published_diagnoses
+    from headwise.diagnosis.bloom_maps import STOCK_MAPS
+    from headwise.diagnosis.survey import read_diagnoses
 
-    survey = survey_of([*published_diagnoses(), diagnosis_of(stock_mass())])
+    survey = survey_of([*read_diagnoses(STOCK_MAPS), diagnosis_of(stock_mass())])
     ours, *published = rows_of(tables[1])
     for row, told in zip([*published, ours], survey.rows, strict=True):
         assert row["sick heads"] == told.sick

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from headwise.cli.show import head_grid
-from headwise.diagnosis.bloom_maps import STOCK_MAPS, published_diagnoses, published_slopes
+from headwise.diagnosis.bloom_maps import STOCK_MAPS, published_slopes
 from headwise.diagnosis.figures import diagnosis_figures, survey_panels
 from headwise.diagnosis.survey import (
     read_diagnoses,
@@ -104,7 +104,7 @@ def test_the_survey_is_saved_with_its_figure(survey, tmp_path):
 
 
 def test_every_figure_its_maps_allow_is_drawn_the_same_twice(tmp_path):
-    diagnosis = published_diagnoses()[0]
+    diagnosis = read_diagnoses(STOCK_MAPS)[0]
     names = {"first_token_mass_histogram", "first_token_mass_map", "mass_against_slope"}
     first = diagnosis_figures(diagnosis, tmp_path / "1")
     assert {path.stem for path in first} == names

@@ -15,13 +15,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import (
-    Colormap,
-    LinearSegmentedColormap,
-    Normalize,
-    TwoSlopeNorm,
-    to_hex,
-)
+from matplotlib.colors import Colormap, LinearSegmentedColormap, Normalize, TwoSlopeNorm, to_hex
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.spines import Spine
@@ -152,8 +146,6 @@ def head_heat_map(
     title: str,
     label: str,
     *,
-    limits: tuple[float, float] | None = None,
-    diverging: bool = False,
     marked: Bool[np.ndarray, "layer head"] | None = None,
     layers: Sequence[int] | None = None,
     turn: float | None = None,
@@ -165,29 +157,18 @@ def head_heat_map(
     num_layers, num_heads = values.shape
     figure = new_figure(max(4.4, 2.2 + 0.24 * num_heads), max(2.8, 1.4 + 0.2 * num_layers))
     axes = titled_axes(figure, title, "head", "layer")
-    norm, colours = _norm(values, limits, diverging)
-    if turn is not None:
-        norm, colours = TwoSlopeNorm(turn, 0.0, 1.0), MASS_COLOURS
-    image = draw_map(axes, values, norm, colours, layers)
+    low, high = float(np.nanmin(values)), float(np.nanmax(values)) or 1.0
+    if turn is None:
+        norm = Normalize(low, max(high, low + 1e-9))
+        image = draw_map(axes, values, norm, AMOUNT_COLOURS, layers)
+    else:
+        image = draw_map(axes, values, TwoSlopeNorm(turn, 0.0, 1.0), MASS_COLOURS, layers)
     if marked is not None:
         mark_heads(axes, marked)
     figure.colorbar(image, ax=axes, label=label, fraction=0.05, pad=0.02)
     return figure
 
 
-def _norm(
-    values: np.ndarray, limits: tuple[float, float] | None, diverging: bool
-) -> tuple[Normalize, str | Colormap]:
-    if diverging:
-        reach = max(float(np.nanmax(np.abs(values))), 1e-6) if limits is None else limits[1]
-        return TwoSlopeNorm(0.0, -reach, reach), CHANGE_COLOURS
-    low, high = limits or (float(np.nanmin(values)), float(np.nanmax(values)) or 1.0)
-    return Normalize(low, max(high, low + 1e-9)), AMOUNT_COLOURS
-
-
 def save_figures(figures: Mapping[str, Figure], folder: Path) -> list[Path]:
     """Save named figures into a folder."""
-    paths: list[Path] = []
-    for name, figure in figures.items():
-        paths += save_figure(figure, folder / name)
-    return paths
+    return [path for name, one in figures.items() for path in save_figure(one, folder / name)]

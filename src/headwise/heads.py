@@ -14,10 +14,10 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool, Float, Real
+from jaxtyping import Bool, Real
 
 from headwise.errors import SelectionError
 
@@ -41,24 +41,6 @@ class Head:
         if match is None:
             raise SelectionError(f"{_shown(name)} is not a head", fix="write it like L5H14")
         return Head(int(match[1]), int(match[2]))
-
-
-@dataclass(frozen=True)
-class HeadMap:
-    """One number for every head; rows are layers, columns are heads."""
-
-    name: str
-    values: Float[np.ndarray, "layer head"] = field(repr=False)
-    layers: tuple[int, ...] | None = None  # the rows' layers, where they are not all layers
-
-    def at(self, head: Head) -> float:
-        """The value of one head."""
-        row = head.layer if self.layers is None else self.layers.index(head.layer)
-        return float(self.values[row, head.index])
-
-    def where(self, mask: Bool[np.ndarray, "layer head"]) -> list[Head]:
-        """The heads at which `mask` is true, in order."""
-        return heads_where(mask, self.layers)
 
 
 def heads_where(

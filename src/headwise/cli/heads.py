@@ -72,15 +72,15 @@ def survey_verb(
     from headwise.diagnosis.survey import survey
     from headwise.diagnosis.view import survey_table
     from headwise.drawing import save_figure
+    from headwise.models.loading import load_model
 
     with resumable("nothing was written"), progress_bars() as progress:
-        result = survey(
-            sources,
-            texts=texts.read(),
-            **keywords_of(settings),
-            **keywords_of(loading),
-            progress=progress,
+        # one after the other: a model is gone before the next one is loaded
+        given = (
+            name if name.endswith(".json") else load_model(name, **keywords_of(loading))
+            for name in sources
         )
+        result = survey(given, texts=texts.read(), **keywords_of(settings), progress=progress)
     written = [
         result.save(out / "survey.json"),
         *save_figure(survey_panels(result), out / "survey"),

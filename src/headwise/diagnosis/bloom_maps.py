@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from headwise.artefacts import content_hash, read_json
+from headwise.artefacts import content_hash
 from headwise.bundled import DATA
 from headwise.diagnosis.settings import Thresholds
 from headwise.diagnosis.values import Diagnosis, diagnosis_from
@@ -26,11 +26,6 @@ BLOOM = DATA / "bloom"
 STOCK_MAPS = BLOOM / "bloom_stock_first_token_mass.json"
 _HIDDEN = {"560m": 1024, "1b7": 2048, "3b": 2560, "7b1": 4096}
 _VOCABULARY = 250_880
-
-
-def published_diagnoses(path: Path = STOCK_MAPS) -> list[Diagnosis]:
-    """One diagnosis a model of a {model: [layer][head]} file of BLOOM first-token masses."""
-    return maps_as_diagnoses(read_json(path), path)
 
 
 def maps_as_diagnoses(maps: Mapping[str, Any], path: Path) -> list[Diagnosis]:

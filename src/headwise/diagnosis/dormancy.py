@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from headwise.diagnosis.values import Dormancy
 from headwise.forward.hooked_pass import Emit, HookedPass
-from headwise.forward.measurements import Measurement, run_measurement
+from headwise.forward.measurements import Measurement
 from headwise.models.architectures import architecture_of, dense_weight, layers_of
 from headwise.texts.batches import Batch
 
@@ -27,19 +27,13 @@ WEIGHT_THRESHOLD = 0.01
 ACTIVATION_TAU = 0.025
 
 
-def weight_dormancy(model: PreTrainedModel, threshold: float = WEIGHT_THRESHOLD) -> Dormancy | None:
+def dormancy_of(
+    dormant: Sequence[Bool[Tensor, "neuron"] | None], threshold: float = WEIGHT_THRESHOLD
+) -> Dormancy | None:
     """Share of neurons whose weight-norm product is below the threshold, per layer and overall.
 
     None where the family's row names no MLP: of experts no neuron sees every token.
     """
-    layers = range(len(layers_of(model)))
-    return dormancy_of([dormant_weights(model, layer, threshold) for layer in layers], threshold)
-
-
-def dormancy_of(
-    dormant: Sequence[Bool[Tensor, "neuron"] | None], threshold: float = WEIGHT_THRESHOLD
-) -> Dormancy | None:
-    """All layers together; None where the family's row names no MLP."""
     rule = f"norm(in) * norm(out) < {threshold} (gated: geometric mean of both in-norms)"
     known = [one for one in dormant if one is not None]
     return _summary(known, rule=rule) if known else None
@@ -69,17 +63,10 @@ def _row_norms(layer: nn.Module, name: str) -> list[Tensor]:
     return list(norms.chunk(int(parts or 1)))
 
 
-def activation_dormancy(
-    model: PreTrainedModel, batches: Iterable[Batch], tau: float = ACTIVATION_TAU
-) -> Dormancy | None:
-    """Share of neurons whose mean |activation| is at most `tau` of their layer's mean."""
-    return run_measurement(model, dormancy_measurement(model, batches, tau))
-
-
 def dormancy_measurement(
     model: PreTrainedModel, batches: Iterable[Batch], tau: float = ACTIVATION_TAU
 ) -> Measurement[Dormancy | None]:
-    """The same as a measurement that may share its passes with others."""
+    """Share of neurons whose mean |activation| is at most `tau` of their layer's mean."""
     work = list(batches) if architecture_of(model).mlp_in else []
     totals: dict[int, Tensor] = {}
 

@@ -6,7 +6,7 @@ layers in which that head is sick. (The paper's column holds index / number of h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,6 @@ from headwise.diagnosis.values import Diagnosis
 from headwise.errors import ArtefactError, HeadwiseError
 from headwise.frames import frame
 from headwise.keywords import keywords_of
-from headwise.models.settings import LoadSettings
 from headwise.progress import Progress, silent, stage
 from headwise.tables import tables_html
 from headwise.values import plain_fields, to_plain
@@ -90,26 +89,21 @@ class Survey:
 
 
 def survey(
-    sources: Sequence[Diagnosis | LoadedModel | Path | str],
+    sources: Iterable[Diagnosis | LoadedModel | Path | str],
     *,
     texts: TextSet | None = None,
     max_length: int = 512,
     batch_size: int = 4,
     skip_queries: int = 0,
     thresholds: Thresholds | None = None,
-    dtype: str | None = None,
-    device_map: str | None = None,
-    allow_pickle: bool = False,
-    trust_remote_code: bool = False,
-    bos: bool | None = None,
-    stream: bool | None = None,
     progress: Progress = silent,
 ) -> Survey:
     """Compare several models: diagnoses in hand, files of them (.json), or models to diagnose.
 
     Without `texts` a model is diagnosed on its default ones; the other options are for models too.
+    A name is loaded as `load_model` does by default. A generator of loaded models holds one of them
+    in memory at a time: `survey(load_model(name, dtype="bfloat16") for name in names)`.
     """
-    loading = LoadSettings(device_map, dtype, allow_pickle, trust_remote_code, bos, stream)
     settings = DiagnoseSettings(max_length, batch_size, skip_queries, thresholds or Thresholds())
     diagnoses: list[Diagnosis] = []
     for source in sources:
@@ -118,7 +112,8 @@ def survey(
         elif isinstance(source, (str, Path)) and str(source).endswith(".json"):
             diagnoses += read_diagnoses(Path(source))
         else:
-            diagnoses.append(_diagnose(source, texts, settings, loading, progress))
+            diagnoses.append(_diagnose(source, texts, settings, progress))
+        del source  # a model goes before the next one is loaded
     if not diagnoses:
         raise HeadwiseError("nothing to survey", fix="name at least one model or diagnosis.json")
     _require_alike(diagnoses)
@@ -155,21 +150,20 @@ def _diagnose(
     source: LoadedModel | Path | str,
     texts: TextSet | None,
     settings: DiagnoseSettings,
-    loading: LoadSettings,
     progress: Progress,
 ) -> Diagnosis:
     from headwise.diagnosis.diagnose import diagnose  # late: a survey of files needs no torch
     from headwise.models.loading import load_model
 
     if isinstance(source, (str, Path)):
-        source = load_model(str(source), **keywords_of(loading))
+        source = load_model(str(source))
     stage(f"{source.id}: {source.first_token}", progress)
-    return diagnose(source, texts, **keywords_of(settings), bos=loading.bos, progress=progress)
+    return diagnose(source, texts, **keywords_of(settings), progress=progress)
 
 
 def _row(diagnosis: Diagnosis) -> SurveyRow:
-    counts, band, model = diagnosis.counts, diagnosis.band, diagnosis.model
-    shares = [band.sick_share_by_index[index] for index in band.indices]
+    counts, model = diagnosis.counts, diagnosis.model
+    shares = [diagnosis.sick_share_by_index[index] for index in diagnosis.band]
     sick_layers = np.flatnonzero(diagnosis.sick.any(1))
     return SurveyRow(
         model=model.id,
@@ -181,7 +175,7 @@ def _row(diagnosis: Diagnosis) -> SurveyRow:
         sick=counts["sick"],
         dead=counts["dead"],
         sick_share=counts["sick"] / counts["total"],
-        band=band.indices,
+        band=diagnosis.band,
         band_layer_share_min=min(shares) if shares else None,
         band_layer_share_max=max(shares) if shares else None,
         sick_layers=(int(sick_layers[0]), int(sick_layers[-1])) if len(sick_layers) else None,

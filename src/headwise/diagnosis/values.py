@@ -15,7 +15,7 @@ from headwise.alarms import Alarm
 from headwise.artefacts import load_artefact, save_artefact
 from headwise.diagnosis.bimodality import ThresholdSweep, threshold_sweep
 from headwise.diagnosis.settings import Thresholds
-from headwise.heads import Head, HeadMap, heads_where
+from headwise.heads import Head, heads_where
 from headwise.models.values import ModelInfo
 from headwise.provenance import Provenance
 from headwise.values import (
@@ -79,15 +79,6 @@ class Dormancy:
 
 
 @dataclass(frozen=True)
-class Band:
-    """Head indices that are sick in many layers."""
-
-    indices: tuple[int, ...]
-    sick_share_by_index: tuple[float, ...]
-    rule: str
-
-
-@dataclass(frozen=True)
 class Diagnosis:
     """Every head's measures and class, with what produced them."""
 
@@ -119,8 +110,8 @@ class Diagnosis:
     @property
     def counts(self) -> dict[str, int]:
         """Heads in each class, and `sick` = dead + sink, and `total`."""
-        found = Counter(name for row in self.classes for name in row)
-        counts: dict[str, int] = {name: found[name] for name in CLASSES}
+        heads = Counter(name for row in self.classes for name in row)
+        counts: dict[str, int] = {name: heads[name] for name in CLASSES}
         return {**counts, "sick": sum(counts[c] for c in SICK), "total": sum(counts.values())}
 
     @property
@@ -129,14 +120,15 @@ class Diagnosis:
         return np.isin(np.array(self.classes), SICK)
 
     @property
-    def band(self) -> Band:
+    def sick_share_by_index(self) -> tuple[float, ...]:
+        """For each head index, the share of layers in which that head is sick."""
+        return tuple(float(share) for share in self.sick.mean(0))
+
+    @property
+    def band(self) -> tuple[int, ...]:
         """Head indices that are sick in more than 30% of the layers (the paper's code rule)."""
-        share = self.sick.mean(0)
-        return Band(
-            tuple(int(i) for i in np.flatnonzero(share > BAND_SHARE)),
-            tuple(float(value) for value in share),
-            f"sick in more than {BAND_SHARE:.0%} of the layers",
-        )
+        shares = enumerate(self.sick_share_by_index)
+        return tuple(index for index, share in shares if share > BAND_SHARE)
 
     @property
     def band_heads(self) -> list[Head]:
@@ -144,7 +136,7 @@ class Diagnosis:
         layers = np.flatnonzero(self.sick.any(1))
         mask = np.zeros_like(self.sick)
         if len(layers):
-            mask[layers[0] : layers[-1] + 1, list(self.band.indices)] = True
+            mask[layers[0] : layers[-1] + 1, list(self.band)] = True
         return heads_where(mask, self.model.layers)
 
     @property
@@ -163,10 +155,6 @@ class Diagnosis:
         """The class of one head."""
         return self.classes[self.model.layer_numbers.index(head.layer)][head.index]
 
-    def map(self, name: str) -> HeadMap:
-        """One measure as a `HeadMap`."""
-        return HeadMap(name, self.maps[name], self.model.layers)
-
     def to_frame(self) -> pd.DataFrame:
         """One row per head: layer, head, class and every measure (needs pandas)."""
         from headwise.frames import head_frame
@@ -177,7 +165,11 @@ class Diagnosis:
         """The body of `diagnosis.json`."""
         derived = {
             "counts": self.counts,
-            "band": self.band,
+            "band": {
+                "indices": self.band,
+                "sick_share_by_index": self.sick_share_by_index,
+                "rule": f"sick in more than {BAND_SHARE:.0%} of the layers",
+            },
             "threshold_sweep": self.threshold_sweep,
             "max_logit": self.maps.get("max_logit"),
         }

@@ -29,8 +29,8 @@ def grid_html(diagnosis: Diagnosis) -> str:
     """The head grid as an HTML table, for notebooks; hover shows the numbers."""
     mass = diagnosis.maps["first_token_mass"]
     rows = []
-    found = zip(diagnosis.model.layer_numbers, diagnosis.classes, strict=True)
-    for number, (layer, row) in reversed(list(enumerate(found))):  # layer 0 below, as in figures
+    layers = zip(diagnosis.model.layer_numbers, diagnosis.classes, strict=True)
+    for number, (layer, row) in reversed(list(enumerate(layers))):  # layer 0 below, as in figures
         cells = "".join(
             _html_cell(diagnosis.maps, number, Head(layer, head), c) for head, c in enumerate(row)
         )
@@ -65,7 +65,7 @@ def diagnosis_table(diagnosis: Diagnosis) -> Table:
     rows.append(("share with mass 0.4 to 0.6", f"{sweep.share_between:.1%}"))
     rows.append(("valley depth (1 empty, 0 none)", f"{sweep.valley.depth:.2f}"))
     if diagnosis.model.positions == "alibi":  # elsewhere an index means nothing
-        rows.append(("band (head indices)", ", ".join(map(str, diagnosis.band.indices)) or "none"))
+        rows.append(("band (head indices)", ", ".join(map(str, diagnosis.band)) or "none"))
     if diagnosis.sink_rate:
         rate = diagnosis.sink_rate
         rows.append((f"Gu's sink rate (mass > {rate.epsilon})", f"{rate.value:.1%}"))
@@ -74,11 +74,11 @@ def diagnosis_table(diagnosis: Diagnosis) -> Table:
     return table(diagnosis.model.short_name, ("heads", "count"), rows)
 
 
-def survey_table(found: Survey) -> Table:
+def survey_table(survey: Survey) -> Table:
     """The cross-scale table (paper Table 1, layer shares computed rightly)."""
     columns = ("model", "weights", "heads", "sick", "band", "layers sick in band", "slope~sick")
     rows = []
-    for row in found.rows:
+    for row in survey.rows:
         low, high = row.band_layer_share_min, row.band_layer_share_max
         rho = row.spearman_slope_sick_share
         rows.append(
@@ -92,5 +92,5 @@ def survey_table(found: Survey) -> Table:
                 "" if rho is None else f"{rho:.2f}",
             )
         )
-    how = list(dict.fromkeys(row.read for row in found.rows if row.read))
+    how = list(dict.fromkeys(row.read for row in survey.rows if row.read))
     return table("survey" + f" ({'; '.join(how)})" * bool(how), columns, rows)
