@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,7 +22,7 @@ from headwise.proof.completed_texts import (
     read_prompts,
 )
 from headwise.proof.completions import complete, complete_prompts, prompt_seed
-from headwise.proof.lm_eval import run_tasks
+from headwise.proof.lm_eval import paired_tasks, run_tasks
 from headwise.proof.settings import Sampling
 from headwise.surgery.operation import operate
 from planned import plan_for, weight_bits
@@ -223,23 +224,36 @@ def test_a_local_harness_task_runs_offline(task, tokenizer, tmp_path, monkeypatc
     pytest.importorskip("lm_eval")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     model = tiny_language_model("bloom")
-    scores = run_tasks(model, tokenizer, [str(task)], batch_size=2)
-    found = scores["tiny_choice"]["acc,none"]
-    assert found == pytest.approx(_accuracy(model, tokenizer))
+    scores, items = run_tasks(model, tokenizer, [str(task)], batch_size=2)
+    expected = _right_answers(model, tokenizer)
+    assert scores["tiny_choice"]["acc,none"] == pytest.approx(np.mean(expected))
+    assert items["tiny_choice"]["acc,none"] == tuple(expected)
     with pytest.raises(HeadwiseError, match="could not run missing"):
         run_tasks(model, tokenizer, [str(task.with_name("missing.yaml"))])
 
 
-def _accuracy(model, tokenizer):
-    """The same task by hand: the choice with the larger log-probability after the question."""
+def _right_answers(model, tokenizer):
+    """The same task by hand: is the right choice the one with the larger log-probability?"""
     import json
 
-    right = 0
+    right = []
     for line in (HARNESS / "tiny_choice.jsonl").read_text().splitlines():
         row = json.loads(line)
         scores = [_log_probability(model, tokenizer, row["question"], c) for c in row["choices"]]
-        right += scores.index(max(scores)) == row["label"]
-    return right / 4
+        right.append(float(scores.index(max(scores)) == row["label"]))
+    return right
+
+
+def test_scores_of_two_models_are_paired_by_item():
+    """40 questions: the two conditions differ on ten of them, and always in one direction."""
+    old = [1.0] * 20 + [0.0] * 20
+    new = [1.0] * 30 + [0.0] * 10
+    change = paired_tasks({"t": {"acc": old}}, {"t": {"acc": new}}, 0)["t"]["acc"]
+    assert change.value == pytest.approx(0.25)
+    assert change.low > 0
+    independent = 1.96 * np.sqrt((0.25 + 0.1875) / 40)  # what two unpaired runs would give
+    assert change.value - independent < 0.06 < change.low
+    assert paired_tasks({"t": {"acc": old}}, {"t": {"acc": new[:-1]}}, 0) == {}
 
 
 def _log_probability(model, tokenizer, question, choice):

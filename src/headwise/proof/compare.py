@@ -19,6 +19,7 @@ from headwise.diagnosis.values import Diagnosis
 from headwise.errors import ArtefactError
 from headwise.intervals import FEWEST, Interval
 from headwise.plasticity.values import PlasticitySummary, find_plasticity
+from headwise.proof.lm_eval import paired_tasks
 from headwise.proof.origins import last_patch, origin_of, stock_of_run
 from headwise.proof.trajectories import (
     column_trends,
@@ -132,6 +133,7 @@ def compare(
         plasticity=plasticity_change(before, after, zones),
         losses=paired_losses(before.evaluation, after.evaluation, seed),
         recovery=None if after.evaluation is None else after.evaluation.recovery,
+        tasks=_task_changes(before.evaluation, after.evaluation, seed),
         provenance=ComparisonProvenance(
             versions(),
             {"seed": seed},
@@ -157,6 +159,15 @@ def compared_identity(before: Evaluation | None, after: Evaluation | None) -> st
     if before is None or after is None:
         return ""
     return content_hash([before.identity, after.identity])
+
+
+def _task_changes(
+    before: Evaluation | None, after: Evaluation | None, seed: int
+) -> dict[str, dict[str, Interval]] | None:
+    """What lm-eval tasks say of both, paired by item; None if they did not run on both."""
+    if before is None or after is None or not before.task_items or not after.task_items:
+        return None
+    return paired_tasks(before.task_items, after.task_items, seed)
 
 
 def _alarms(before: Evaluation | None, after: Evaluation | None) -> tuple[Alarm, ...]:

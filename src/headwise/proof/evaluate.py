@@ -143,11 +143,11 @@ def evaluate(
             progress=progress,
         )
         costs = (_staged_costs if adaptive else _fixed_costs)(reading, ablated, means)
-        scores = None
+        scores, items = None, None
         if tasks:
             from headwise.proof.lm_eval import run_tasks
 
-            scores = run_tasks(loaded.model, loaded.tokenizer, tasks, batch_size=batch_size)
+            scores, items = run_tasks(loaded.model, loaded.tokenizer, tasks, batch_size=batch_size)
     recovery = None if stock is None else recovery_of(stock, diagnosis, costs, operated)
     if recovery is not None and f"{JOINT}operated" in costs.ablation_zero:
         recovery = _with_rises(reading, recovery, read, force)
@@ -162,6 +162,7 @@ def evaluate(
         mlp_dormancy=_dormancy(diagnosis.mlp_dormancy, active),
         provenance=Provenance(settings=how, versions=versions()),
         tasks=scores,
+        task_items=items,
         against_stock=changes or None,
         alarms=merge_alarms(
             loaded.alarms, _leaks(read, sets), _unusable(losses, loaded.num_embeddings)

@@ -211,6 +211,10 @@ class Evaluation:
     mlp_dormancy: Annotated[MlpDormancy | None, Empty] = field(repr=False)
     provenance: Provenance = field(repr=False)
     tasks: Mapping[str, Mapping[str, Finite]] | None = field(default=None, metadata=OMITTED)
+    # task -> metric -> the score of every item, so that two conditions can be paired
+    task_items: Mapping[str, Mapping[str, tuple[Finite, ...]]] | None = field(
+        default=None, metadata=OMITTED, repr=False
+    )
     # loss with the patches minus that of stock by text set, paired by document
     against_stock: Mapping[str, Interval] | None = field(default=None, metadata=OMITTED)
     alarms: tuple[Alarm, ...] = ()
@@ -367,6 +371,8 @@ class Comparison:
     losses: Mapping[str, PairedLoss]
     recovery: Recovery | None
     provenance: ComparisonProvenance = field(repr=False)
+    # lm-eval scores after - before by task and metric, paired by item
+    tasks: Mapping[str, Mapping[str, Interval]] | None = field(default=None, metadata=OMITTED)
     alarms: tuple[Alarm, ...] = ()
 
     def __post_init__(self) -> None:

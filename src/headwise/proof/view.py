@@ -71,6 +71,11 @@ def comparison_tables(found: Comparison) -> list[Table]:
     if losses:
         columns = ("texts", "nats per token", "verdict")
         tables.append(table("loss after - before, paired", columns, losses))
+    if found.tasks:
+        scores = [(t, m, c) for t, metrics in found.tasks.items() for m, c in metrics.items()]
+        tables.append(
+            table("tasks after - before, paired by item", ("task", "metric", "change"), scores)
+        )
     if found.plasticity:
         moved = list(found.plasticity.mean_delta.items())
         tables.append(table("change of plasticity", ("zone", "mean change"), moved))
