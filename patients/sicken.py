@@ -66,7 +66,7 @@ def pull(loaded: LoadedModel, heads: list[Head], texts: list[str]) -> None:
     blocks = list(batches(tokens, 4))
     for head in sorted(heads):
         found = measure_directions(model, blocks, [head.layer])[head.layer]
-        gap = found.key_gap[head.index // geometry_of(model).group]
+        gap = found.key_gap[head.index]
         inward = found.mean_input / found.mean_input.square().sum()
         spans = head_spans(model, head, "q")
         for amount in (0.5 * 1.5**at for at in range(PULLS)):

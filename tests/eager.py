@@ -151,7 +151,15 @@ def layer_measures(p, out, value, weight, skip, logits):
     local = torch.where((distance >= 0) & (distance <= 2), p, 0).sum(-1)
     normalized = torch.where(uniform > 0, entropy / uniform, 0)
     mean_key = (p * query).sum(-1) / p.sum(-1)
+    columns = []
+    for key in range(min(8, length)):
+        rows = p[:, max(skip, key + 1) :, key]
+        enough = 2 * rows.shape[1] >= length - skip
+        columns.append(rows.mean(-1) if enough else torch.zeros(len(p)).double())
+    strongest = torch.stack(columns).max(0)
     return {
+        "strongest_mass": strongest.values,
+        "strongest_position": strongest.indices.double(),
         "first_token_mass": p[:, skip:, 0].mean(-1),
         "entropy": entropy[:, skip:].mean(-1),
         "normalized_entropy": normalized[:, later].mean(-1),

@@ -24,6 +24,7 @@ from headwise.errors import ArtefactError, ModelError, TextError
 from headwise.heads import Head, select_heads
 from headwise.models.architectures import alibi_slopes
 from headwise.models.slices import head_spans
+from headwise.surgery.plan import make_plan
 from headwise.texts.batches import batches, encode_texts
 from headwise.texts.text_sets import TextSet
 from neurons import activation_dormancy, weight_dormancy
@@ -420,3 +421,24 @@ def test_a_pruned_head_has_numbers_like_any_other(tokenizer):
     assert found.maps["value_norm_ratio"][1][0] == 0
     assert found.maps["output_norm"][1][0] == 0
     assert found.maps["value_norm_ratio"][0][0] > 0
+
+
+def test_a_sink_on_another_token_is_a_symptom_and_says_where():
+    maps = {
+        "first_token_mass": np.array([[0.1, 0.6, 0.35, 0.1]]),
+        "strongest_mass": np.array([[0.9, 0.6, 0.4, 0.1]]),
+        "strongest_position": np.array([[1.0, 0.0, 0.0, 3.0]]),
+        "normalized_entropy": np.array([[0.5, 0.4, 0.5, 0.99]]),
+    }
+    found = diagnosis_from(model=made_model(1, 4), maps=maps, thresholds=Thresholds())
+    named = {name: [str(head) for head in heads] for name, heads in found.symptoms.items() if heads}
+    assert named == {
+        "sink": ["L0H1"],
+        "fixed sink": ["L0H0"],
+        "flat": ["L0H3"],
+        "drowsy": ["L0H1", "L0H2"],
+    }
+    assert found.sinks == {Head(0, 0): 1}
+    assert found.head_sets()["ill"] == [Head(0, index) for index in range(4)]
+    assert found.head_sets()["sick"] == [Head(0, 1)]
+    assert make_plan(found, heads="ill").sink_positions == {Head(0, 0): 1}

@@ -251,8 +251,8 @@ def test_a_selection_without_heads_is_an_error_with_the_counts(diagnosis):
     assert "6 sick heads" in str(caught.value)
     with pytest.raises(SelectionError, match="--preset pass1"):
         make_plan(diagnosis)
-    with pytest.raises(SelectionError, match="'ill' is not known"):
-        make_plan(diagnosis, heads="ill")
+    with pytest.raises(SelectionError, match="'unwell' is not known"):
+        make_plan(diagnosis, heads="unwell")
 
 
 def test_a_healthy_model_has_nothing_for_the_presets():

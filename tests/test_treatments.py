@@ -126,7 +126,7 @@ def test_evict_makes_the_first_key_like_the_others_and_only_in_whole_groups(pati
     with patch.applied(model):
         slices = head_slices(model, head, "k")
     bias = slices.get("k_bias", torch.zeros(()))
-    first = slices["k"] @ found.first_input + bias
+    first = slices["k"] @ found.sink_input[0] + bias
     other = slices["k"] @ found.mean_input + bias
     gap = found.key_gap[0]
     assert (first - other).norm() < 0.02 * gap.norm()
@@ -179,8 +179,9 @@ def test_a_head_is_treated_the_same_whichever_heads_are_treated_with_it(patient)
         ), name
 
 
+@pytest.mark.parametrize("at", [0, 1, 3])
 @pytest.mark.parametrize("family", ["bloom", "gpt2", "mpt", "falcon-alibi"])
-def test_without_rotation_the_pull_is_the_first_key_minus_the_others(family):
+def test_without_rotation_the_pull_is_the_key_of_the_sink_minus_the_others(family, at):
     model = tiny_model(family)
     seen = {}
     block = random_batch(lengths=(24,))
@@ -190,11 +191,16 @@ def test_without_rotation_the_pull_is_the_first_key_minus_the_others(family):
     ):
         model.base_model(input_ids=block.ids, use_cache=False)
     k = seen[0][0].double()
-    means = k.cumsum(1)[:, 1:] - k[:, :1]
-    gaps = k[:, :1] - means / torch.arange(1, 24)[:, None]
-    expected = torch.nn.functional.normalize(gaps.sum(1), dim=1).float()
-    found = measure_directions(model, [block], (0,))[0].sink
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    gaps = torch.zeros_like(k[:, 0])
+    for query in range(at + 1, 24):
+        others = [key for key in range(query + 1) if key != at]
+        gaps += k[:, at] - k[:, others].mean(1)
+    expected = torch.nn.functional.normalize(gaps, dim=1).float()
+    sinks = {Head(0, index): at for index in range(4)}
+    found = measure_directions(model, [block], (0,), sinks)[0]
+    torch.testing.assert_close(found.sink, expected, rtol=1e-3, atol=1e-4)
+    elsewhere = measure_directions(model, [block], (0,))[0]
+    assert torch.equal(found.parked_query, elsewhere.parked_query)  # parked at the first token
 
 
 def test_measuring_directions_leaves_the_model_and_the_grad_mode_as_they_were():

@@ -16,14 +16,17 @@ from headwise.diagnosis.diagnose import diagnose
 from headwise.diagnosis.settings import Thresholds
 from headwise.diagnosis.values import diagnosis_from
 from headwise.errors import ArtefactError, HeadwiseError, SettingsError, TextError
+from headwise.forward.attention import tile_scores
 from headwise.forward.interventions import (
     UNSINK,
     ZERO,
     Variant,
+    hidden_sink,
     mean_output,
     patched_queries,
 )
 from headwise.forward.mean_outputs import measure_means
+from headwise.forward.tap import tapped
 from headwise.forward.variant_losses import head_costs, variant_losses
 from headwise.heads import Head, all_heads
 from headwise.intervals import Interval
@@ -47,6 +50,7 @@ from headwise.triaging.values import (
     is_decided,
     triage_class,
 )
+from planned import random_ids
 
 # a family of each way to know positions, with grouped keys and with norms of queries and keys
 FAMILIES = ("bloom", "llama", "gpt2", "qwen3", "falcon-mqa", "gemma2", "mpt-clip", "gptj")
@@ -367,3 +371,22 @@ def test_heads_of_the_patient_that_carry_the_gain_are_asleep():
     found = triage(loaded, diagnosis, heads="L4H7,L5H6", settings=settings)
     assert found.provenance.texts.name == texts.name
     assert [head.class_ for head in found.heads.values()] == ["asleep", "asleep"]
+
+
+@pytest.mark.parametrize("family", ["bloom", "llama", "gpt2"])
+def test_the_key_of_a_heads_own_sink_is_hidden_from_it_alone(family):
+    model = tiny_model(family)
+    seen, group = [], geometry_of(model).group
+    with torch.no_grad(), tapped(model, seen.append):
+        model(torch.tensor([random_ids(12)]), use_cache=False)
+    attention = seen[0]
+    sinks = {Head(0, 1): 2, Head(1, 0): 5}
+    hidden = hidden_sink(sinks).outputs(attention, lambda: None)
+    scores = tile_scores(attention.scores, 0, 12)[0][0]
+    v = attention.v[0].repeat_interleave(group, 0)
+    for head in range(4):
+        at = 2 if head == 1 else 0
+        weights = scores[head].clone()
+        weights[at + 1 :, at] = -torch.inf
+        expected = weights.softmax(-1) @ v[head]
+        torch.testing.assert_close(hidden[0, head], expected, rtol=1e-4, atol=1e-5)

@@ -41,6 +41,7 @@ from headwise.progress import Progress, silent
 from headwise.texts.batches import Batch
 
 LOCAL_WINDOW = 3  # t-2 .. t
+FIXED = 8  # positions at which a sink is looked for
 
 MEASURES = (
     "first_token_mass",
@@ -50,6 +51,8 @@ MEASURES = (
     "previous_token_mass",
     "mean_distance",
     "first_4_token_mass",
+    "strongest_mass",
+    "strongest_position",
     "learned_sink_share",
     "max_logit",
     "max_logit_upper",
@@ -275,13 +278,33 @@ def _attention_measures(
     uniform = scores.num_visible.log()  # 0 where a query sees one key: its entropy is 0 too
     back = [mass_at(scores, lse, offset) for offset in range(LOCAL_WINDOW)]
     later = _later(weights)
+    first = first_keys_mass(scores, lse, FIXED)
+    strongest = _columns(first, weights).max(-1)
     return {
         "normalized_entropy": _mean(moment.entropy / uniform.clamp_min(1e-6), later),
         "local_mass": _mean(sum(back[1:], back[0]), weights),
         "previous_token_mass": _mean(back[1], later),
         "mean_distance": _mean(position - moment.mean_key, weights),
-        "first_4_token_mass": _mean(first_keys_mass(scores, lse, 4), weights),
+        "first_4_token_mass": _mean(first[..., :4].sum(-1).clamp(max=1.0), weights),
+        "strongest_mass": strongest.values,
+        "strongest_position": strongest.indices.double(),
     }
+
+
+def _columns(
+    first: Float[Tensor, "text head query key"], weights: Tensor
+) -> Float[Tensor, "text head key"]:
+    """What the queries after each of the first keys give it, on average.
+
+    0 for keys that less than half of the text's queries come after: few queries prove no sink.
+    """
+    keys = torch.arange(first.shape[-1], device=first.device)
+    queries = torch.arange(first.shape[2], device=first.device)
+    after = (weights[:, :, None] > 0) & (queries[:, None] > keys)  # (text, query, key)
+    counts = after.sum(1)
+    means = torch.where(after[:, None], first.double(), 0.0).sum(2) / counts.clamp_min(1)[:, None]
+    enough = 2 * counts >= (weights > 0).sum(1, keepdim=True)
+    return torch.where(enough[:, None], means, 0.0)
 
 
 def _output_measures(

@@ -15,6 +15,7 @@ from headwise.alarms import Alarm
 from headwise.artefacts import load_artefact, save_artefact
 from headwise.diagnosis.bimodality import ThresholdSweep, threshold_sweep
 from headwise.diagnosis.settings import Thresholds
+from headwise.diagnosis.symptoms import heads_by_symptom
 from headwise.heads import Head, heads_where
 from headwise.models.values import ModelInfo
 from headwise.provenance import Provenance
@@ -149,7 +150,24 @@ class Diagnosis:
         names = np.array(self.classes)
         layers = self.model.layers
         sets: dict[str, list[Head]] = {n: heads_where(names == n, layers) for n in CLASSES}
-        return {**sets, "sick": heads_where(self.sick, layers), "band": self.band_heads}
+        sets |= {"sick": heads_where(self.sick, layers), "band": self.band_heads}
+        symptoms = heads_by_symptom(self.maps, sets, layers)
+        return {**sets, "ill": sorted({head for heads in symptoms.values() for head in heads})}
+
+    @property
+    def symptoms(self) -> dict[str, list[Head]]:
+        """The heads with each symptom of the table in `symptoms.py`."""
+        return heads_by_symptom(self.maps, self.head_sets(), self.model.layers)
+
+    @property
+    def sinks(self) -> dict[Head, int]:
+        """Where each head with a sink that is not on the first token looks instead."""
+        position = self.maps.get("strongest_position")
+        rows = self.model.layer_numbers
+        heads = self.symptoms.get("fixed sink", [])
+        if position is None:
+            return {}
+        return {head: round(position[rows.index(head.layer), head.index]) for head in heads}
 
     def class_of(self, head: Head) -> HeadClass:
         """The class of one head."""

@@ -301,16 +301,16 @@ def mass_at(
 
 def first_keys_mass(
     scores: Scores, lse: Float[Tensor, "batch head query"], count: int
-) -> Float[Tensor, "batch head query"]:
-    """Attention on the first `count` keys together: a sink need not stand on the very first."""
+) -> Float[Tensor, "batch head query key"]:
+    """Attention on each of the first `count` keys: a sink need not stand on the very first."""
     count = min(count, scores.length)
     logits = _per_group(scores.q.float(), scores.k[:, :, :count].float().transpose(-1, -2))
     logits = capped(scores, logits * scores.scale)
     if scores.bias is not None:
         logits = logits + scores.bias[..., :count]
     share = (logits - lse[..., None]).exp()
-    share = torch.where(_allowed(scores, 0, scores.length, 0)[..., :count], share, 0.0)
-    return share.sum(-1).clamp(max=1.0)
+    allowed = _allowed(scores, 0, scores.length, 0)[..., :count]
+    return torch.where(allowed, share, 0.0).clamp(max=1.0)
 
 
 def sink_share(

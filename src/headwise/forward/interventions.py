@@ -41,23 +41,37 @@ def _zeros(attention: LayerAttention, _: Rerun) -> HeadOutputs:
     return attention.out.new_zeros(()).expand_as(attention.out)
 
 
-def without_first_key(attention: LayerAttention, _: Rerun | None = None) -> HeadOutputs:
-    """The heads' outputs without the first key; the first query has no other and keeps it."""
+def without_key(attention: LayerAttention, key: int) -> HeadOutputs:
+    """The heads' outputs without one key; the queries up to it keep what they have."""
     scores = attention.scores
     visible = scores.visible
     if visible is None:
         visible = torch.ones(len(scores.q), scores.length, dtype=torch.bool, device=scores.q.device)
     visible = visible.clone()
-    visible[:, 0] = False
+    visible[:, key] = False
     out, _lse = attend(replace(scores, visible=visible), attention.v)
     if attention.before_gate is not None:  # the gate does not depend on where the head looks
         own = attention.before_gate
         out = out * torch.where(own == 0, 0.0, attention.out / own)
-    return torch.cat([attention.out[:, :, :1], out[:, :, 1:]], 2)
+    return torch.cat([attention.out[:, :, : key + 1], out[:, :, key + 1 :]], 2)
+
+
+def hidden_sink(sinks: Mapping[Head, int]) -> Intervention:
+    """Each head loses the key of its own sink: the first, unless `sinks` names another."""
+
+    def outputs(attention: LayerAttention, _: Rerun) -> HeadOutputs:
+        out = without_key(attention, 0)
+        last = attention.scores.length - 1
+        for head, key in sinks.items():
+            if head.layer == attention.layer and 0 < key <= last:
+                out[:, head.index] = without_key(attention, key)[:, head.index]
+        return out
+
+    return Intervention("unsink", outputs)
 
 
 ZERO = Intervention("zero", _zeros)
-UNSINK = Intervention("unsink", without_first_key)
+UNSINK = hidden_sink({})
 
 
 def mean_output(model: PreTrainedModel, means: Float[Tensor, "layer head value"]) -> Intervention:

@@ -84,7 +84,8 @@ def _start(job: Job, directions: Mapping[int, LayerDirections]) -> Patch:
     given = prescribed(plan)
     blocks = job.corpus.train
     means = measure_means(model, blocks[:_MEAN_BLOCKS]) if plan.compensate == "mean" else None
-    known = with_directions(directions, model, blocks, measured_layers(given))
+    layers, sinks = measured_layers(given), plan.sink_positions
+    known = with_directions(directions, model, blocks, layers, sinks)
     return treat(model, plan, given, directions=known, mean_outputs=means)
 
 

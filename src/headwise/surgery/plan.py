@@ -135,6 +135,7 @@ class SurgeryPlan(BaseModel):
     doses: dict[str, float] = {}  # amounts by head or by treatment, else the treatment's own
     bos: bool | None = None  # whether texts start with a BOS, as in the diagnosis
     sick: str = ""  # in the diagnosis: other texts and lengths may count other heads
+    sinks: dict[str, NonNegativeInt] = {}  # where a head looks, if its sink is not the first token
     texts: TextInfo | None = None  # that it was made on
     summary: Annotated[PlanSummary | None, Empty] = None
 
@@ -142,7 +143,7 @@ class SurgeryPlan(BaseModel):
     def _without_unknown_diagnosis(
         self, handler: Callable[[object], dict[str, object]]
     ) -> dict[str, object]:
-        return {k: v for k, v in handler(self).items() if v or k not in ("sick", "texts")}
+        return {k: v for k, v in handler(self).items() if v or k not in ("sick", "sinks", "texts")}
 
     @property
     def diagnosed(self) -> str:
@@ -168,6 +169,11 @@ class SurgeryPlan(BaseModel):
     def healthy_heads(self) -> list[Head]:
         """Heads that the diagnosis found healthy and the plan does not touch."""
         return self.heads_of(self.healthy) if self.healthy else []
+
+    @property
+    def sink_positions(self) -> dict[Head, int]:
+        """Where heads look whose sink is not the first token."""
+        return {Head.parse(name): at for name, at in self.sinks.items()}
 
     def heads_of(self, selection: str) -> list[Head]:
         """The heads that a selection of layers and indices means in this model."""
@@ -281,6 +287,7 @@ def make_plan(
         "seed": seed,
         "bos": None if (found := diagnosis.provenance.settings) is None else found.bos,
         "sick": format_heads(sets["sick"]),
+        "sinks": {str(head): at for head, at in diagnosis.sinks.items()},
         "texts": diagnosis.provenance.texts,
         "summary": _summary(model, targets, groups, compensate),
     }

@@ -1,8 +1,9 @@
-"""What the treatments need measured: how each head's query meets the first key, on training text.
+"""What the treatments need measured: how each head's query meets its sink, on training text.
 
-One definition for every way of knowing positions. The pull of the first key on the query at t is
-the slope of `s(t, 0) - mean over 1 <= j <= t of s(t, j)` by the output of the query projection:
-k0 - kbar where nothing stands between, turned back by the rotation under RoPE (so that its mean
+The sink stands on the first token, or where `sinks` says that the head looks instead (p below). One
+definition for every way of knowing positions. The pull of the sink on the query at t > p is the
+slope of `s(t, p) - mean over the other j <= t of s(t, j)` by the output of the query projection:
+kp - kbar where nothing stands between, turned back by the rotation under RoPE (so that its mean
 over t keeps the slow pairs and loses the fast ones), and through the norm where queries have one.
 
 A head whose query is a large multiple of the pull looks at the first token alone: it is parked. It
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -49,10 +50,10 @@ _PARKED_LOGIT = 300.0  # by how much, on average, a parked query prefers the fir
 class LayerDirections:
     """One layer, on training text; queries and keys as their projections give them."""
 
-    sink: Float[Tensor, "head dim"] = field(repr=False)  # unit vectors: the pull of the first key
+    sink: Float[Tensor, "head dim"] = field(repr=False)  # unit vectors: the pull of the sink
     query_mean: Float[Tensor, "head dim"] = field(repr=False)  # over all queries but the first
-    key_gap: Float[Tensor, "kv_head dim"] = field(repr=False)  # mean first key minus the others'
-    first_input: Float[Tensor, "hidden"] = field(repr=False)
+    key_gap: Float[Tensor, "head dim"] = field(repr=False)  # mean key at the sink minus the others'
+    sink_input: Float[Tensor, "head hidden"] = field(repr=False)  # mean, where the sink stands
     mean_input: Float[Tensor, "hidden"] = field(repr=False)  # of all tokens but the first
     constant: Float[Tensor, "hidden"] = field(repr=False)  # w: w.x is 1 on average, varies least
     parked_query: Float[Tensor, "head dim"] = field(repr=False)  # with it a head sees one key
@@ -63,9 +64,12 @@ class LayerDirections:
 
 
 def measure_directions(
-    model: PreTrainedModel, blocks: Sequence[Batch], layers: Sequence[int]
+    model: PreTrainedModel,
+    blocks: Sequence[Batch],
+    layers: Sequence[int],
+    sinks: Mapping[Head, int] | None = None,
 ) -> dict[int, LayerDirections]:
-    """Directions of the chosen layers; the model is not changed."""
+    """Directions of the chosen layers, at the first token or at the heads' own `sinks`."""
     geometry = geometry_of(model)
     shapes = {geometry_of(model, layer) for layer in layers} | {geometry}
     uneven = architecture_of(model).order == "latent" or geometry.key_dim != geometry.head_dim
@@ -78,7 +82,7 @@ def measure_directions(
             fix="choose a treatment that needs none, such as reinitialise; triage, release, centre "
             "and evict do",
         )
-    sums = {layer: _Sums(geometry, model, layer) for layer in sorted(set(layers))}
+    sums = {layer: _Sums(geometry, model, layer, sinks or {}) for layer in sorted(set(layers))}
     if not sums:
         return {}
     with frozen(model), torch.no_grad():
@@ -157,12 +161,14 @@ def with_directions(
     model: PreTrainedModel,
     blocks: Sequence[Batch],
     layers: Sequence[int],
+    sinks: Mapping[Head, int],
 ) -> dict[int, LayerDirections]:
     """The known directions, and those of the layers that are missing among them.
 
     A layer's directions have the same bits whichever layers are measured with it.
     """
-    return {**known, **measure_directions(model, blocks, sorted(set(layers) - set(known)))}
+    missing = sorted(set(layers) - set(known))
+    return {**known, **measure_directions(model, blocks, missing, sinks)}
 
 
 @contextmanager
@@ -188,16 +194,21 @@ def _watched(model: PreTrainedModel, sums: dict[int, _Sums], block: Batch) -> It
 class _Sums:
     """Running sums of one layer, in float64."""
 
-    def __init__(self, geometry: Geometry, model: PreTrainedModel, layer: int) -> None:
+    def __init__(
+        self, geometry: Geometry, model: PreTrainedModel, layer: int, sinks: Mapping[Head, int]
+    ) -> None:
         self.geometry, self.model, self.layer = geometry, model, layer
         hidden = int(model.config.get_text_config().hidden_size)
-        heads, kv_heads, dim = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
-        self.pull = torch.zeros(heads, dim, dtype=torch.float64)
+        heads, dim = geometry.num_heads, geometry.head_dim
+        self.at = torch.tensor([sinks.get(Head(layer, index), 0) for index in range(heads)])
+        self.pull, self.first_pull = torch.zeros(2, heads, dim, dtype=torch.float64)
         self.first_output, self.output = torch.zeros(2, heads, dim, dtype=torch.float64)
         self.scale = 1.0
         self.query = torch.zeros(heads, dim, dtype=torch.float64)
-        self.first_key, self.key = torch.zeros(2, kv_heads, dim, dtype=torch.float64)
-        self.first_input, self.input = torch.zeros(2, hidden, dtype=torch.float64)
+        self.sink_key, self.key = torch.zeros(2, heads, dim, dtype=torch.float64)
+        self.sink_input = torch.zeros(heads, hidden, dtype=torch.float64)
+        self.input = torch.zeros(hidden, dtype=torch.float64)
+        self.sink_rows = torch.zeros(heads, dtype=torch.float64)  # texts that reach the sink
         self.power = torch.zeros(hidden, hidden, dtype=torch.float64)
         self.rows = self.tokens = 0
         self.block: Batch | None = None
@@ -221,35 +232,47 @@ class _Sums:
 
     def read(self, attention: LayerAttention) -> Tensor:
         """Add the slope of the pull by the projection's output; the run goes on without slopes."""
-        k = attention.scores.k.detach()
-        group = self.geometry.group
-        length = k.shape[2]
-        seen = torch.arange(length, device=k.device).clamp(min=1)[:, None]
-        others = (k.cumsum(2) - k[:, :, :1]) / seen  # mean of keys 1..t
-        gap = (k[:, :, :1] - others).repeat_interleave(group, 1)
-        pull = (attention.scores.q * gap)[:, :, 1:] * self._real(length)[:, None, 1:, None].to(k)
         assert self.leaf is not None
-        (slope,) = torch.autograd.grad(pull.sum(), self.leaf)
+        length = attention.scores.length
+        real = self._real(length)
+        pulls = [self._pull(attention, self.at)]
+        if bool(self.at.any()):
+            pulls.append(self._pull(attention, torch.zeros_like(self.at)))
+        slopes = [
+            torch.autograd.grad(pull, self.leaf, retain_graph=pull is not pulls[-1])[0]
+            for pull in pulls
+        ]
         torch.set_grad_enabled(False)
         self.leaf = None
-        self.pull += self._heads(slope, "q", self.geometry.num_heads).sum((0, 1))
+        own, first = (self._heads(one, "q").sum((0, 1)) for one in (slopes[0], slopes[-1]))
+        self.pull += own
+        self.first_pull += first
         self.scale = attention.scores.scale
         out = attention.out.detach()
-        real = self._real(length)[:, None, :, None]
         self.first_output += out[:, :, 0].sum(0).double().cpu()
-        self.output += torch.where(real, out.double().cpu(), 0.0).sum((0, 2))
+        self.output += torch.where(real[:, None, :, None], out.double().cpu(), 0.0).sum((0, 2))
         return out
+
+    def _pull(self, attention: LayerAttention, at: Tensor) -> Tensor:
+        """How much more the real queries after it get from the key at `at` than from others."""
+        k = attention.scores.k.detach().repeat_interleave(self.geometry.group, 1)
+        length, heads = k.shape[2], torch.arange(k.shape[1])
+        position = torch.arange(length, device=k.device)
+        sink = k[:, heads, at.clamp(max=length - 1)][:, :, None]
+        others = (k.cumsum(2) - sink) / position.clamp(min=1)[:, None]  # of the other keys up to t
+        after = self._real(length)[:, None] & (torch.arange(length) > at[:, None])
+        pull = attention.scores.q * (sink - others) * after[..., None].to(k)
+        return pull.sum()
 
     def _real(self, length: int) -> Tensor:
         assert self.block is not None
         return torch.arange(length)[None] < self.block.lengths[:, None]
 
-    def _heads(self, output: Tensor, role: Role, count: int) -> Float[Tensor, "text token head d"]:
-        """The part of a projection's output that belongs to the heads, in float64 on the CPU."""
-        step = self.geometry.num_heads // count
+    def _heads(self, output: Tensor, role: Role) -> Float[Tensor, "text token head d"]:
+        """The part of a projection's output that each head reads, in float64 on the CPU."""
         spans = [
-            next(iter(head_spans(self.model, Head(self.layer, i * step), role).values()))
-            for i in range(count)
+            next(iter(head_spans(self.model, Head(self.layer, index), role).values()))
+            for index in range(self.geometry.num_heads)
         ]
         parts = [output.detach()[..., span.start : span.stop] for span in spans]
         return torch.stack(parts, 2).double().cpu()
@@ -259,13 +282,20 @@ class _Sums:
         real[:, 0] = False
         return real
 
+    def _at_sinks(self, length: int) -> tuple[Bool[Tensor, "text head"], Int[Tensor, "head"]]:
+        """Which texts reach each head's sink, and where it stands."""
+        return self._real(length)[:, self.at.clamp(max=length - 1)] & (self.at < length), self.at
+
     def _add_keys(self, output: Tensor) -> None:
-        keys = self._heads(output, "k", self.geometry.num_kv_heads)
-        self.first_key += keys[:, 0].sum(0)
+        keys = self._heads(output, "k")
+        reached, at = self._at_sinks(keys.shape[1])
+        heads = torch.arange(len(at))
+        sink = keys[:, at.clamp(max=keys.shape[1] - 1), heads]  # (text, head, dim)
+        self.sink_key += (sink * reached[..., None]).sum(0)
         self.key += keys[self._others(keys.shape[1])].sum(0)
 
     def _add_queries(self, output: Tensor) -> None:
-        queries = self._heads(output, "q", self.geometry.num_heads)
+        queries = self._heads(output, "q")
         others = self._others(queries.shape[1])
         self.query += queries[others].sum(0)
         self.rows += len(queries)
@@ -274,7 +304,9 @@ class _Sums:
     def _add_inputs(self, inputs: Tensor) -> None:
         x = inputs.detach().double().cpu()
         rest = x[self._others(x.shape[1])]
-        self.first_input += x[:, 0].sum(0)
+        reached, at = self._at_sinks(x.shape[1])
+        self.sink_rows += reached.sum(0)
+        self.sink_input += (x[:, at.clamp(max=x.shape[1] - 1)] * reached[..., None]).sum(0)
         self.input += rest.sum(0)
         self.power += rest.T @ rest
 
@@ -284,18 +316,19 @@ class _Sums:
         power = self.power / self.tokens
         ridge = _RIDGE * power.diagonal().mean() * torch.eye(len(power), dtype=power.dtype)
         solved = torch.linalg.solve(power + ridge, mean)
-        gap = self.first_key / self.rows - self.key / self.tokens
-        pull = self.pull * self.scale / self.tokens  # in logits
-        parked = _PARKED_LOGIT * pull / pull.square().sum(1, keepdim=True).clamp_min(_TINY)
+        rows = self.sink_rows.clamp_min(1)[:, None]
+        first_pull = self.first_pull * self.scale / self.tokens  # in logits
+        power_of_pull = first_pull.square().sum(1, keepdim=True)
+        parked = _PARKED_LOGIT * first_pull / power_of_pull.clamp_min(_TINY)
         return LayerDirections(
             sink=torch.nn.functional.normalize(self.pull, dim=1).float(),
             query_mean=(self.query / self.tokens).float(),
-            key_gap=gap.float(),
-            first_input=(self.first_input / self.rows).float(),
+            key_gap=(self.sink_key / rows - self.key / self.tokens).float(),
+            sink_input=(self.sink_input / rows).float(),
             mean_input=mean.float(),
             constant=(solved / (mean @ solved)).float(),
             parked_query=parked.float(),
             first_output=(self.first_output / self.rows).float(),
             mean_output=(self.output / (self.tokens + self.rows)).float(),
-            parked_error=torch.full((len(pull),), torch.inf),
+            parked_error=torch.full((len(parked),), torch.inf),
         )

@@ -52,11 +52,6 @@ class Case:
         return self.directions
 
     @property
-    def kv(self) -> int:
-        """The head's key/value head."""
-        return self.head.index // geometry_of(self.model).group
-
-    @property
     def retired_by(self) -> RetiredBy:
         """How the head comes to give its mean output: by the bias, parked, or not at all."""
         if "o_bias" in self.slices:
@@ -119,11 +114,12 @@ def _shifted(case: Case, shift: Float[Tensor, "dim"]) -> Slices:
 
 
 def _evict(case: Case, dose: float) -> Slices:
-    """The first key becomes the mean of the others; keys of the mean input stay."""
+    """The sink's key becomes the mean of the others; keys of the mean input stay."""
     if "k" not in case.slices:
         return {}  # its key/value group is shared with heads outside the plan
     found = case.measured
-    gap, first, mean = dose * found.key_gap[case.kv], found.first_input, found.mean_input
+    gap = dose * found.key_gap[case.head.index]
+    first, mean = found.sink_input[case.head.index], found.mean_input
     if "k_bias" in case.slices:
         w = (first - mean) / (first - mean).square().sum()
         bias = case.slices["k_bias"] + gap * (w @ mean)
@@ -219,7 +215,7 @@ TREATMENTS: dict[str, Treatment] = {
             "release",
             "q",
             _release,
-            "W_q - dose u u^T W_q: the query can no longer single out the first key",
+            "W_q - dose u u^T W_q: the query can no longer single out its sink",
             doses=_STRENGTHS,
             measures=True,
         ),
@@ -235,7 +231,7 @@ TREATMENTS: dict[str, Treatment] = {
             "centre-sink",
             "q",
             _centre_sink,
-            "q - dose u u^T mean(q): the constant part along the pull of the first key goes",
+            "q - dose u u^T mean(q): the constant part along the pull of the sink goes",
             doses=_STRENGTHS,
             measures=True,
         ),
@@ -243,7 +239,7 @@ TREATMENTS: dict[str, Treatment] = {
             "evict",
             "k",
             _evict,
-            "the first key becomes like the others; whole key/value groups only",
+            "the sink's key becomes like the others; whole key/value groups only",
             doses=_STRENGTHS,
             measures=True,
         ),
@@ -468,7 +464,7 @@ def retire(
         heads = [head for head in plan.target_heads if head.layer == layer]
         part = changed(plan, targets=format_heads(heads))
         with done.applied(model):  # what a layer's first token gives depends on the heads below
-            found = measure_directions(model, blocks, [layer])[layer]
+            found = measure_directions(model, blocks, [layer], plan.sink_positions)[layer]
             if means is not None:
                 found = replace(found, mean_output=means[geometry_of(model).layers.index(layer)])
             given = dict.fromkeys(heads, Dose("retire", 1.0))

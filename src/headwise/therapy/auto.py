@@ -65,7 +65,7 @@ def write_plan(
     """
     plan, heads = ill.plan, ill.plan.target_heads
     layers = [head.layer for head in heads]
-    directions = with_directions(ill.directions, model, corpus.train, layers)
+    directions = with_directions(ill.directions, model, corpus.train, layers, plan.sink_positions)
     rows = _triaged(model, ill, corpus, directions, most, progress)
     spared = [head for head in heads if head not in rows or rows[head].class_ in SPARED]
     promising = [head for head, row in rows.items() if head not in spared and _hopeful(row)]

@@ -19,7 +19,13 @@ from headwise.diagnosis.values import Diagnosis
 from headwise.errors import ArtefactError, TextError
 from headwise.forward.first_order import first_order_costs
 from headwise.forward.guard import guard
-from headwise.forward.interventions import UNSINK, ZERO, Intervention, mean_output, patched_queries
+from headwise.forward.interventions import (
+    ZERO,
+    Intervention,
+    hidden_sink,
+    mean_output,
+    patched_queries,
+)
 from headwise.forward.mean_outputs import measure_means
 from headwise.forward.variant_losses import head_costs
 from headwise.heads import Head, format_heads, select_heads
@@ -214,9 +220,11 @@ def _interventions(
     if not heads:
         return []
     blocks = list(batches(encoded, 4, model=model))
-    directions = directions or measure_directions(model, blocks, sorted({h.layer for h in heads}))
+    sinks = plan.sink_positions
+    layers = sorted({head.layer for head in heads})
+    directions = directions or measure_directions(model, blocks, layers, sinks)
     treated = _treated(model, plan, settings.dose, directions)
-    return [ZERO, mean_output(model, measure_means(model, blocks)), UNSINK, *treated]
+    return [ZERO, mean_output(model, measure_means(model, blocks)), hidden_sink(sinks), *treated]
 
 
 def query_plan(diagnosis: Diagnosis, heads: Sequence[Head]) -> SurgeryPlan:
