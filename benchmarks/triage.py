@@ -18,7 +18,7 @@ from headwise.forward.interventions import (
     Intervention,
     mean_output,
     patched_queries,
-    without_first_key,
+    without_key,
 )
 from headwise.forward.mean_outputs import measure_means
 from headwise.forward.tap import LayerAttention, tapped
@@ -158,7 +158,7 @@ def _unsinking(head: Head) -> Any:
         if attention.layer != head.layer:
             return None
         out = attention.out.clone()
-        out[:, head.index] = without_first_key(attention)[:, head.index]
+        out[:, head.index] = without_key(attention, 0)[:, head.index]
         return out
 
     return read
