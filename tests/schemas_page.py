@@ -14,6 +14,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import get_args, get_type_hints
 
+# ruff: noqa: E501
 from headwise.diagnosis.values import Diagnosis
 from headwise.plasticity.values import CaptureInfo, PlasticitySummary
 from headwise.proof.completed_texts import Completions
