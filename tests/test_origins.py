@@ -24,9 +24,12 @@ from headwise.proof.compare import compare, read_snapshot
 from headwise.proof.completed_texts import Completions
 from headwise.proof.values import Evaluation
 from headwise.report.source import read_source
+from headwise.studies.summary import StudySummary
 from headwise.surgery.plan import SurgeryPlan
+from headwise.surgery.values import RunSettings
+from headwise.therapy.values import Therapy
 from headwise.watch.film import resumed_film
-from reportstudy import build_study, diagnosis_of, stock_mass, triage_of
+from reportstudy import build_study, diagnosis_of, plasticity_summary, stock_mass, triage_of
 from test_handover import folder_of, patch_of, released
 
 APART = "do not belong together"
@@ -193,3 +196,83 @@ def test_a_film_does_not_go_on_with_another_model_or_precision(tmp_path, change)
     other = replace(film.settings, model=replace(film.settings.model, **change))
     with pytest.raises(ArtefactError, match=APART):
         resumed_film(tmp_path, other, until=10**6)
+
+
+def summary_of(study, path, **changes):
+    """The study's own summary, as of other evaluations."""
+    replace(StudySummary.load(study / "summary.json"), **changes).save(path)
+
+
+def test_a_summary_of_other_evaluations_is_refused(study, tmp_path):
+    part = tmp_path / "study"
+    shutil.copytree(study, part)
+    assert StudySummary.load(part / "summary.json").identity
+    read_source(part)
+    summary_of(study, part / "summary.json", identity="0" * 64)
+    with pytest.raises(ArtefactError, match=f"{APART}: different evaluations") as caught:
+        read_source(part)
+    assert "summary.json" in str(caught.value)
+
+
+def test_completions_of_another_seeds_patch_are_refused(study, tmp_path):
+    """Same base, same arm, other seed: only the patch tells them apart."""
+    part = tmp_path / "study"
+    shutil.copytree(study, part)
+    read = Completions.load(part / "completions.json")
+    for seed, refused in ((0, False), (1, True)):
+        patches = {"sham": RunSettings.load(part / "runs" / f"sham-s{seed}").patch}
+        told = replace(read.provenance, patches=patches)
+        replace(read, provenance=told).save(part / "completions.json")
+        if refused:
+            with pytest.raises(ArtefactError, match=f"sham of .*completions.json {APART}"):
+                read_source(part)
+        else:
+            read_source(part)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_therapy_of_another_run_is_refused(study, tmp_path, run):
+    folder = tmp_path / run
+    shutil.copytree(study / "runs" / run, folder)
+    settings = RunSettings.load(folder)
+    Therapy("", settings.plan, (), {}, (), run=settings.identity).save(folder)
+    read_source(folder)
+    other = RunSettings.load(study / "runs" / ("sham-s1" if run == "sham-s0" else "sham-s0"))
+    Therapy("", settings.plan, (), {}, (), run=other.identity).save(folder)
+    with pytest.raises(ArtefactError, match=f"{APART}: different runs") as caught:
+        read_source(folder)
+    assert "therapy.json" in str(caught.value)
+    assert "run.json" in str(caught.value)
+
+
+def plasticity_for(model, patch, folder, mass):
+    identity = {"id": model.id, "fingerprint": model.fingerprint, "patch": patch}
+    replace(plasticity_summary((1 - mass).tolist()), model=identity).save(
+        folder / "plasticity.json"
+    )
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_plasticity_of_another_run_or_of_stock_is_refused(study, tmp_path, run):
+    part = tmp_path / "study"
+    shutil.copytree(study, part)
+    model, mass = Evaluation.load(part / "stock" / "evaluation.json").model, stock_mass()
+    patches = {name: RunSettings.load(part / "runs" / name).patch for name in RUNS} | {"stock": ""}
+    for name, patch in patches.items():
+        plasticity_for(model, patch, part / "runs" / run, mass)
+        plasticity_for(model, patch, part / "stock", mass)
+        plasticity_for(model, patch, tmp_path, mass)
+        if name != run:
+            with pytest.raises(ArtefactError, match=f"{APART}: different patches"):
+                read_source(part / "runs" / run)
+        if name != "stock":
+            with pytest.raises(ArtefactError, match=f"{APART}: different patches"):
+                compare(part / "stock", part / "runs" / run)
+    plasticity_for(model, patches[run], part / "runs" / run, mass)
+    plasticity_for(model, "", part / "stock", mass)
+    read_source(part)
+    assert compare(part / "stock", part / "runs" / run).plasticity is not None
+    other = replace(model, fingerprint="0" * 64)
+    plasticity_for(other, patches[run], part / "runs" / run, mass)
+    with pytest.raises(ArtefactError, match=f"{APART}: different base weights"):
+        read_source(part)

@@ -7,11 +7,13 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -143,6 +145,58 @@ def test_a_study_runs_is_not_redone_and_notices_changes(tmp_path, model_dir, cor
     changed = write_study(tmp_path / "t.yaml", model_dir, corpus_dir, max_texts=3)
     with pytest.raises(ArtefactError, match="other settings: max_texts"):
         run_study(load_study(str(changed)), out=out)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, model_dir, corpus_dir):
+    """A study of two arms, and what it left."""
+    folder = tmp_path_factory.mktemp("finished")
+    study = load_study(str(write_study(folder / "s.yaml", model_dir, corpus_dir)))
+    return study, run_study(study, out=folder / "out")
+
+
+FOREIGN = ["evaluation.json", "comparison.json", "patch.safetensors"]
+OF_STOCK = ["stock/diagnosis.json", "stock/evaluation.json", "completions.json"]
+
+
+@pytest.mark.parametrize("artefact", FOREIGN)
+@pytest.mark.parametrize(("run", "other"), [("sham-s0", "surgery-s0"), ("surgery-s0", "sham-s0")])
+def test_a_study_goes_on_with_no_artefact_of_another_run(tmp_path, finished, run, other, artefact):
+    study, out = finished[0], tmp_path / "out"
+    shutil.copytree(finished[1], out)
+    shutil.copy(out / "runs" / other / artefact, out / "runs" / run / artefact)
+    with pytest.raises(ArtefactError, match="do not belong together") as caught:
+        run_study(study, out=out)
+    assert artefact in str(caught.value)
+
+
+@pytest.mark.parametrize("artefact", OF_STOCK)
+def test_a_study_goes_on_with_no_artefact_of_other_weights(tmp_path, finished, artefact):
+    study, out = finished[0], tmp_path / "out"
+    shutil.copytree(finished[1], out)
+    run_study(study, out=out)
+    body = json.loads((out / artefact).read_text())
+    model = body["provenance"]["model"] if artefact == "completions.json" else body["model"]
+    model["fingerprint"] = "0" * 64
+    body.pop("checksum")
+    (out / artefact).write_text(json.dumps(body))
+    with pytest.raises(ArtefactError, match="different base weights") as caught:
+        run_study(study, out=out)
+    assert artefact in str(caught.value)
+
+
+def test_a_study_goes_on_with_no_evaluation_on_other_texts(tmp_path, finished):
+    study, out = finished[0], tmp_path / "out"
+    shutil.copytree(finished[1], out)
+    path = out / "stock" / "evaluation.json"
+    kept = Evaluation.load(path)
+    texts = {
+        name: replace(entry, texts=replace(entry.texts, sha256="0" * 64))
+        for name, entry in kept.text_sets.items()
+    }
+    replace(kept, text_sets=texts).save(path)
+    with pytest.raises(ArtefactError, match="do not belong together: different texts"):
+        run_study(study, out=out)
 
 
 def test_the_sham_is_not_sick_but_not_functional(tmp_path, model_dir, corpus_dir):

@@ -68,6 +68,9 @@ class Origin:
     patch: str | None = None  # hash of the (last) patch on it, `STOCK` without one
     seed: int | None = None
     kind: str | None = None  # family, shape and precision, where weights are trained on
+    run: str | None = None  # identity of the run that it is of or was written by
+    texts: str | None = None  # hash of the texts that were read
+    evaluations: str | None = None  # hash of the evaluations that it was made from
 
     def differs_from(self, other: Origin) -> str:
         """In what two artefacts cannot belong together, in words; empty if in nothing."""
@@ -76,6 +79,9 @@ class Origin:
             ("base weights", _short(self.model, self.base), _short(other.model, other.base)),
             ("patches", _patch(self.patch), _patch(other.patch)),
             ("seeds", self.seed, other.seed),
+            ("runs", self.run, other.run),
+            ("texts", _hash(self.texts), _hash(other.texts)),
+            ("evaluations", _hash(self.evaluations), _hash(other.evaluations)),
         ):
             known = ours is not None and theirs is not None
             same = self.base == other.base if what == "base weights" else ours == theirs
@@ -89,7 +95,11 @@ def _short(model: str, base: str | None) -> str | None:
 
 
 def _patch(sha256: str | None) -> str | None:
-    return "stock, without a patch" if sha256 == STOCK else sha256 and sha256[:12]
+    return "stock, without a patch" if sha256 == STOCK else _hash(sha256)
+
+
+def _hash(value: str | None) -> str | None:
+    return value and value[:12]
 
 
 def require_same_origin(one: Origin, other: Origin, fix: str = "") -> None:

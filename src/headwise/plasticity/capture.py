@@ -56,6 +56,7 @@ from headwise.plasticity.writer import (
     vector_bytes,
 )
 from headwise.progress import Budget, Progress, Work, silent, track, unlimited
+from headwise.provenance import STOCK
 from headwise.ranks import by_the_first, each_writes, shared_out
 from headwise.texts.batches import Batch, batches, encode_for, token_count
 from headwise.texts.text_sets import TextSet, as_text_set
@@ -108,10 +109,12 @@ def capture(
     batch = batch_size * how.max_length
     size = vector_bytes(tokens, heads, geometry)
     budget(loaded.model, Work(tokens, batch, written=size, waiting=tokens, less=less))
+    info = _describe(loaded, found, how, chosen)  # the base, before patches
+    info = replace(info, patch=read[-1].fingerprint() if read else STOCK)
     with one_writer(Path(out)), applied(loaded.model, read):
         encoded = encode_for(loaded, found.texts, max_length=how.max_length)
         folder = Path(out) if how.layout == "new" else Path(out) / re.sub(r"\W", "_", loaded.id)
-        info = replace(_describe(loaded, found, how, chosen), folder=folder)
+        info = replace(info, folder=folder)
         finished = by_the_first(lambda: _finished(folder, info, resume))
         return finished or _capture_all(loaded.model, encoded, chosen, info, batch_size, progress)
 

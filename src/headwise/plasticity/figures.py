@@ -30,6 +30,7 @@ from headwise.drawing import (
     save_figures,
 )
 from headwise.errors import ArtefactError
+from headwise.models.values import model_name
 from headwise.plasticity.run import Plasticity
 from headwise.plasticity.tables import component_weights, distance_map, head_map
 from headwise.plasticity.values import DistanceMap, HeadRecord, PlasticitySummary
@@ -184,7 +185,7 @@ def plot_before_and_after(before: Path, after: Path) -> Figure:
 
 def plasticity_figures(plasticity: Plasticity, folder: Path) -> list[Path]:
     """Draw a run: PNG and SVG of every figure, into `folder`."""
-    heads, model = plasticity.heads, plasticity.model
+    heads, model = plasticity.heads, model_name(plasticity.model)
     return save_figures(
         {
             "plasticity_by_position": plot_positions(heads, model),

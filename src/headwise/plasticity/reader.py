@@ -72,8 +72,16 @@ class QKFolder:
     num_q_heads: int | None = None  # None: the capture does not say
     num_k_heads: int | None = None
     heads: tuple[Head, ...] = ()  # named one by one, if any
+    fingerprint: str | None = None  # of the weights before any patch, if the capture says so
+    patch: str | None = None  # hash of the patch on them, "" for stock
     sampled: bool = False  # a choice of heads, so that gaps are no losses
     checksums: Mapping[str, str] = field(default_factory=dict, repr=False)  # by head folder
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """What the vectors are of, as far as the capture says."""
+        said = {"id": self.model, "fingerprint": self.fingerprint, "patch": self.patch}
+        return {key: value for key, value in said.items() if value is not None}
 
     def file(self, layer: int, head: int, kind: str) -> Path:
         """Where the vectors of one head are."""
@@ -137,6 +145,9 @@ def _described(folder: QKFolder) -> QKFolder:
     return replace(
         folder,
         model=capture.model.id or folder.model,
+        # an older capture of a patched model tells the fingerprint of the patched weights
+        fingerprint=None if capture.patch is None else capture.model.fingerprint,
+        patch=capture.patch,
         num_q_heads=capture.model.num_heads,
         num_k_heads=capture.model.num_kv_heads,
         heads=tuple(Head.parse(name) for name in capture.heads),

@@ -126,7 +126,7 @@ def _measure_all(
             where=out,
             fix="capture longer texts, or smaller --buckets",
         )
-    summary = make_summary(folder.model, settings, records, failures)
+    summary = make_summary(folder.identity, settings, records, failures)
     files = (*write_tables(out, settings, records), summary.save(out / FILE))
     if settings.pca:
         rows = component_rows(folder, groups, settings)

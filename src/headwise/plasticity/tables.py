@@ -149,7 +149,7 @@ def distance_map(heads: Sequence[HeadRecord]) -> DistanceMap:
 
 
 def make_summary(
-    model: str,
+    model: Mapping[str, str],
     settings: PlasticitySettings,
     heads: Sequence[HeadRecord],
     failures: Sequence[HeadFailure],
@@ -157,7 +157,7 @@ def make_summary(
     """Per-head maps, the position profile and the distance map."""
     averaged = ("ap_overall", *_QUINTILES, "ap_drop")
     return PlasticitySummary(
-        model={"id": model},
+        model=model,
         maps={name: head_map(heads, column) for name, column in MAPS.items()},
         mean={name: _mean(getattr(head, name) for head in heads) for name in averaged},
         inter_key_distance=distance_map(heads),

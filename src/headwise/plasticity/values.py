@@ -56,6 +56,8 @@ class CaptureInfo:
     # `l00h00q` -> of its Parquet file
     checksums: dict[str, str] = field(default_factory=dict, repr=False)
     finished: bool = False
+    # hash of the (last) patch on the model, "" for stock; None: an older capture does not say
+    patch: str | None = field(default=None, metadata=OMITTED)
     folder: Path | None = field(default=None, metadata=OMITTED, compare=False)  # not written
 
     def same_work(self, other: CaptureInfo) -> bool:
@@ -214,7 +216,8 @@ class PlasticityProvenance:
 class PlasticitySummary:
     """One run's `plasticity.json`."""
 
-    model: Mapping[str, str]  # `id`, as the capture names it
+    # `id`, as the capture names it; its `fingerprint`, and `patch` ("" for stock), if it says them
+    model: Mapping[str, str]
     maps: Mapping[str, HeadGrid]  # of `MAPS`
     mean: dict[str, float | None]
     inter_key_distance: DistanceMap

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from headwise.alarms import Alarm, cure_alarms, merge_alarms
-from headwise.artefacts import content_hash, read_json, versions
+from headwise.artefacts import read_json, versions
 from headwise.diagnosis.values import Diagnosis
 from headwise.errors import ArtefactError
 from headwise.intervals import FEWEST, Interval
@@ -35,6 +35,7 @@ from headwise.proof.values import (
     Evaluation,
     PairedLoss,
     PlasticityChange,
+    identity_of,
 )
 from headwise.proof.zones import Map, Zones, drift_by_zone, transitions, zones_of
 from headwise.provenance import STOCK, Origin, require_same_origin
@@ -107,11 +108,15 @@ def compare(
     """
     before, after = snapshot_of(before), snapshot_of(after)
     _require_comparable(before, after)
+    for side in (before, after):
+        if side.plasticity is not None:
+            name = f"the plasticity.json beside {side.path or 'it'}"
+            require_same_origin(_origin(side), origin_of(side.plasticity, name))
     if plan is not None:
-        require_same_origin(_stock(before), origin_of(plan, "the plan"))
+        require_same_origin(_origin(before), origin_of(plan, "the plan"))
     if run is not None:
         settings = RunSettings.load(run)
-        require_same_origin(_stock(before), stock_of_run(settings, run))
+        require_same_origin(_origin(before), stock_of_run(settings, run))
         if after.evaluation is not None:
             require_same_origin(origin_of(after.evaluation, after.path), origin_of(settings, run))
         checkpoints, whole_layers = run_maps(run), settings.mode == "lora"
@@ -121,6 +126,7 @@ def compare(
     delta = _deltas(before.diagnosis, after.diagnosis)
     steps = step_deltas(checkpoints, before.diagnosis.maps["first_token_mass"])
     moved = delta["first_token_mass"]
+    sides = [side.evaluation for side in (before, after) if side.evaluation is not None]
     return Comparison(
         model=before.diagnosis.model,
         plan=plan,
@@ -139,26 +145,17 @@ def compare(
             {"seed": seed},
             before.diagnosis.provenance,
             after.diagnosis.provenance,
-            compared_identity(before.evaluation, after.evaluation),
+            "" if len(sides) < 2 else identity_of(sides),
             None if after.evaluation is None else last_patch(after.evaluation),
         ),
         alarms=_alarms(before.evaluation, after.evaluation),
     )
 
 
-def _stock(before: Snapshot) -> Origin:
-    """The weights that an operation started from."""
-    name = before.path or "the condition before"
-    if before.evaluation is not None:
-        return origin_of(before.evaluation, name)
-    return origin_of(before.diagnosis, name)
-
-
-def compared_identity(before: Evaluation | None, after: Evaluation | None) -> str:
-    """What a comparison is valid for, as it carries it; "" if it is of diagnoses alone."""
-    if before is None or after is None:
-        return ""
-    return content_hash([before.identity, after.identity])
+def _origin(side: Snapshot) -> Origin:
+    """What one side is of: an evaluation also knows its patch."""
+    name = side.path or "one side of the comparison"
+    return origin_of(side.diagnosis if side.evaluation is None else side.evaluation, name)
 
 
 def _task_changes(

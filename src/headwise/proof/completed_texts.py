@@ -102,12 +102,14 @@ class Completion:
 
 @dataclass(frozen=True)
 class CompletionProvenance:
-    """The prompts, the versions and, where it is known, the stock model."""
+    """The prompts, the versions and, where they are known, the stock model and the patches."""
 
     prompts_sha256: str | None = field(default=None, metadata=OMITTED)
     versions: Mapping[str, str] = field(default_factory=versions)
     model: ModelInfo | None = field(default=None, metadata=OMITTED)
     bos: bool | None = field(default=None, metadata=OMITTED)
+    # hash of the last patch of each condition, "" for stock
+    patches: Mapping[str, str] | None = field(default=None, metadata=OMITTED)
 
 
 @dataclass(frozen=True)

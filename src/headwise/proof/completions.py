@@ -30,6 +30,7 @@ from headwise.proof.completed_texts import (
     prompts_hash,
 )
 from headwise.proof.settings import Sampling
+from headwise.provenance import STOCK
 from headwise.texts.batches import require_embedded, token_ids
 
 
@@ -55,7 +56,12 @@ def complete(
     loaded = loaded.reading(bos, *trained, progress=progress)
     chosen = bundled_prompts() if prompts is None else list(prompts)
     how = sampling or Sampling()
-    provenance = CompletionProvenance(prompts_hash(chosen), model=loaded.describe(), bos=loaded.bos)
+    provenance = CompletionProvenance(
+        prompts_hash(chosen),
+        model=loaded.describe(),
+        bos=loaded.bos,
+        patches={name: read[-1].fingerprint() if read else STOCK for name, read in named.items()},
+    )
     conditions: dict[str, list[Completion]] = {}
     for name, read in named.items():
         with applied(loaded.model, read):

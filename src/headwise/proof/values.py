@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -272,6 +272,11 @@ class Evaluation:
     def load(path: Path) -> Evaluation:
         """Read `evaluation.json`."""
         return from_plain(Evaluation, load_artefact(path, "evaluation"), path)
+
+
+def identity_of(evaluations: Sequence[Evaluation]) -> str:
+    """What an artefact that is made from these evaluations is valid for."""
+    return content_hash([evaluation.identity for evaluation in evaluations])
 
 
 RULE = (

@@ -8,7 +8,7 @@ What is missing is None or empty, and the tables say so in words.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,15 +18,14 @@ from headwise.alarms import Alarm, merge_alarms
 from headwise.artefacts import parse_json
 from headwise.diagnosis.values import Diagnosis, diagnosis_from
 from headwise.errors import ArtefactError
-from headwise.integrity.checksums import require_run
 from headwise.intervals import Interval
 from headwise.models.values import ModelInfo, model_name
 from headwise.plasticity.values import PlasticitySummary, find_plasticity
-from headwise.proof.compare import compare, compared_identity
+from headwise.proof.compare import compare
 from headwise.proof.completed_texts import Completions
-from headwise.proof.origins import origin_of, stock_of_run
+from headwise.proof.origins import completions_origin, origin_of, stock_of_run
 from headwise.proof.trajectories import run_maps
-from headwise.proof.values import Comparison, DocumentLosses, Evaluation
+from headwise.proof.values import Comparison, DocumentLosses, Evaluation, identity_of
 from headwise.proof.zones import Map, Mask, Zones, zones_of
 from headwise.provenance import Origin, require_same_origin
 from headwise.studies.study import started_study
@@ -333,12 +332,22 @@ def _read_study(folder: Path) -> Source:
     summary = _optional(folder / "summary.json", StudySummary.load)
     ours = replace(origin_of(stock.evaluation or stock.diagnosis, folder / "stock"), patch=None)
     for run in runs:
-        where = folder / "runs" / run.key / "evaluation.json"
         if run.evaluation is not None:
+            where = folder / "runs" / run.key / "evaluation.json"
             require_same_origin(ours, origin_of(run.evaluation, where))
-        if run.comparison is not None and stock.evaluation is not None:
-            identity = compared_identity(stock.evaluation, run.evaluation)
-            require_run(run.comparison.provenance.identity, identity, where)
+        if run.comparison is not None:
+            pair = _made_from(f"the evaluations of {run.label}", [stock, run])
+            require_same_origin(pair, origin_of(run.comparison, f"the comparison of {run.label}"))
+    finals = [run for arm in study.arms for run in runs if run.last and run.arm == arm.name]
+    if summary is not None and not missing:
+        every = _made_from(f"the evaluations in {folder}", [stock, *finals])
+        told = Origin(str(folder / "summary.json"), evaluations=summary.identity or None)
+        require_same_origin(every, told)
+    completions = _completions(folder, ours)
+    if completions is not None:
+        first = {run.arm: run for run in reversed(finals)}  # of each arm the first seed
+        for run in first.values():
+            _require_completed(completions, run, folder)
     return Source(
         folder,
         "study",
@@ -346,9 +355,24 @@ def _read_study(folder: Path) -> Source:
         stock,
         tuple(runs),
         summary,
-        _completions(folder, ours),
+        completions,
         tuple(missing),
     )
+
+
+def _made_from(name: str, conditions: Sequence[Condition]) -> Origin:
+    """The origin of what is made from the evaluations of these conditions, if all have one."""
+    made = [c.evaluation for c in conditions if c.evaluation is not None]
+    whole = len(made) == len(conditions)
+    return Origin(name, evaluations=identity_of(made) if whole else None)
+
+
+def _require_completed(completions: Completions, run: Condition, folder: Path) -> None:
+    """Refuse completions whose condition of this name is of another patch."""
+    if run.run is not None and run.arm in completions.conditions:
+        ours = replace(origin_of(run.run, run.label), base=None, seed=None, run=None)
+        path = folder / "completions.json"
+        require_same_origin(ours, completions_origin(completions, run.arm, path))
 
 
 def _read_passes(folder: Path, arm: str, seed: int) -> list[Condition]:
@@ -430,6 +454,14 @@ def _read_condition(
     for name, artefact in (("evaluation.json", evaluation), ("comparison.json", comparison)):
         if ours is not None and artefact is not None:
             require_same_origin(ours, origin_of(artefact, folder / name))
+    therapy = _optional(folder / THERAPY, lambda path: Therapy.load(path.parent))
+    if therapy is not None and ours is not None:
+        require_same_origin(ours, therapy.origin(folder / THERAPY))
+    plasticity = find_plasticity(folder, *([folder.parent] if folder.name == "stock" else []))
+    # what the evaluation is of, if there is one: it knows whether a patch is on
+    measured = ours if evaluation is None else origin_of(evaluation, folder / "evaluation.json")
+    if plasticity is not None and measured is not None:
+        require_same_origin(measured, origin_of(plasticity, f"the plasticity.json of {folder}"))
     maps = run_maps(folder, folder.parent if number > 1 else folder)
     return Condition(
         arm,
@@ -442,9 +474,9 @@ def _read_condition(
         run=run,
         trace=tuple(read_trace(folder)),
         steps=tuple((step, mass) for step, mass in maps if step >= 0),
-        plasticity=find_plasticity(folder, *([folder.parent] if folder.name == "stock" else [])),
+        plasticity=plasticity,
         before=next((mass for step, mass in maps if step < 0), None),
-        therapy=_optional(folder / THERAPY, lambda path: Therapy.load(path.parent)),
+        therapy=therapy,
         slices=_optional(folder / PATCH, patch_slices) or {},
     )
 

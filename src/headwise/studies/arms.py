@@ -13,17 +13,18 @@ from headwise.diagnosis.diagnose import diagnose
 from headwise.diagnosis.values import Diagnosis
 from headwise.errors import SelectionError
 from headwise.heads import Head
-from headwise.integrity.checksums import require_run
 from headwise.models.description import weight_fingerprint
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.loading import load_model
 from headwise.models.patch import Patch, applied
 from headwise.progress import Progress, silent, stage
-from headwise.proof.compare import compare, compared_identity
+from headwise.proof.compare import compare
 from headwise.proof.evaluate import evaluate
+from headwise.proof.origins import origin_of
 from headwise.proof.trajectories import run_maps
-from headwise.proof.values import Comparison, Evaluation
+from headwise.proof.values import Comparison, Evaluation, identity_of
 from headwise.proof.zones import Map
+from headwise.provenance import STOCK, Origin, require_same_origin
 from headwise.settings import changed
 from headwise.studies.study import PlanChoice, Study, StudyArm
 from headwise.surgery.fitting import first_recipe, fit_request
@@ -62,6 +63,10 @@ class StudySetting:
             self.corpora[key] = fit_request(self.loaded, request, texts, self.excluded)[1]
         return self.corpora[key]
 
+    def origin(self, patch: str | None = None) -> Origin:
+        """What an artefact of this study must be of."""
+        return Origin(f"the study in {self.out}", self.loaded.id, self.fingerprint, patch)
+
     @property
     def max_length(self) -> int:
         """Tokens a held-out text is cut at, at most what the model was made for."""
@@ -84,9 +89,9 @@ def stock_diagnosis(setting: StudySetting) -> Diagnosis:
     """Of the first held-out texts, the ones that heads are judged on."""
     path = setting.out / "stock" / "diagnosis.json"
     if path.exists():
-        found = Diagnosis.load(path)
-        require_run(found.model.fingerprint, setting.fingerprint, path)
-        return found
+        kept = Diagnosis.load(path)
+        require_same_origin(setting.origin(), origin_of(kept, path), _ANEW)
+        return kept
     stage("diagnosing the stock model", setting.progress)
     judged = TextSet(setting.heldout[0].name, setting.heldout[0].texts[: setting.study.max_texts])
     diagnosis = diagnose(
@@ -108,14 +113,12 @@ def stock_evaluation(setting: StudySetting, plans: dict[str, SurgeryPlan]) -> Ev
     """Of all held-out texts, with each arm's heads ablated together."""
     path = setting.out / "stock" / "evaluation.json"
     if path.exists():
-        kept = Evaluation.load(path)
-        require_run(_evaluated(kept), _expected(setting, []), path)
-        return kept
+        return _own_evaluation(setting, path, [])
     stage("evaluating the stock model", setting.progress)
     joint = {name: plan.target_heads for name, plan in plans.items()}
-    found = _evaluate(setting, [], joint, _ablated(setting, [h for p in joint.values() for h in p]))
-    found.save(path)
-    return found
+    stock = _evaluate(setting, [], joint, _ablated(setting, [h for p in joint.values() for h in p]))
+    stock.save(path)
+    return stock
 
 
 def _ablated(setting: StudySetting, operated: list[Head]) -> list[Head] | str:
@@ -217,12 +220,11 @@ def _prove(
     if not path.exists():
         targets = operated_heads(patch.info for patch in patches)
         _evaluate(setting, patches, {"operated": targets}, _ablated(setting, targets)).save(path)
-    after = Evaluation.load(path)
-    require_run(_evaluated(after), _expected(setting, patches), path)
+    after = _own_evaluation(setting, path, patches)
     compared = folder / "comparison.json"
     if compared.exists():
-        told = Comparison.load(compared).provenance.identity
-        require_run(told, compared_identity(before, after), compared)
+        pair = Origin(f"the evaluations of {folder}", evaluations=identity_of([before, after]))
+        require_same_origin(pair, origin_of(Comparison.load(compared), compared), _ANEW)
     else:
         compare(
             before,
@@ -232,15 +234,19 @@ def _prove(
         ).save(compared)
 
 
-def _evaluated(found: Evaluation) -> str:
-    """What an evaluation is of: the base, the patches and the texts that heads are judged on."""
-    sets = sorted(losses.texts.sha256 for losses in found.text_sets.values())
-    return content_hash([found.model.fingerprint, *(p.sha256 or "" for p in found.patches), *sets])
+_ANEW = "put the file of this study back, or start anew in another --out"
 
 
-def _expected(setting: StudySetting, patches: list[Patch]) -> str:
-    sets = sorted(texts.sha256 for texts in setting.heldout)
-    return content_hash([setting.fingerprint, *(p.fingerprint() for p in patches), *sets])
+def _own_evaluation(setting: StudySetting, path: Path, patches: list[Patch]) -> Evaluation:
+    """An evaluation that lies in the study, if it is of its weights, patches and texts."""
+    kept = Evaluation.load(path)
+    texts = content_hash(sorted(losses.texts.sha256 for losses in kept.text_sets.values()))
+    ours = replace(
+        setting.origin(patches[-1].fingerprint() if patches else STOCK),
+        texts=content_hash(sorted(texts.sha256 for texts in setting.heldout)),
+    )
+    require_same_origin(ours, replace(origin_of(kept, path), texts=texts), _ANEW)
+    return kept
 
 
 def arm_patches(out: Path, arm: StudyArm, seed: int) -> list[Path]:

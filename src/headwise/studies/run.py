@@ -20,8 +20,10 @@ from headwise.integrity.locks import one_writer
 from headwise.keywords import Backend
 from headwise.models.patch import Patch
 from headwise.progress import Progress, silent, stage
-from headwise.proof.completed_texts import bundled_prompts
+from headwise.proof.completed_texts import Completions, bundled_prompts
 from headwise.proof.completions import complete
+from headwise.proof.origins import origin_of
+from headwise.provenance import require_same_origin
 from headwise.studies.arms import (
     StudySetting,
     arm_patches,
@@ -91,7 +93,10 @@ def _require_same(study: Study, out: Path) -> None:
 def _complete(setting: StudySetting) -> None:
     """The same prompts through stock and every arm of the first seed."""
     path = setting.out / "completions.json"
-    if setting.study.completions == 0 or path.exists():
+    if setting.study.completions == 0:
+        return
+    if path.exists():
+        require_same_origin(setting.origin(), origin_of(Completions.load(path), path))
         return
     stage("completing prompts", setting.progress)
     step = max(1, 50 // setting.study.completions)

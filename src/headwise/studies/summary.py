@@ -17,7 +17,7 @@ from headwise.artefacts import load_artefact, save_artefact, versions
 from headwise.frames import frame
 from headwise.heads import JOINT
 from headwise.intervals import Interval, paired_interval
-from headwise.proof.values import Evaluation, HeadCost
+from headwise.proof.values import Evaluation, HeadCost, identity_of
 from headwise.provenance import Provenance
 from headwise.studies.study import Study
 from headwise.tables import table, tables_html
@@ -77,6 +77,7 @@ class StudySummary:
     against_stock: Mapping[str, Mapping[str, ArmDifference]]
     between_arms: Mapping[str, Mapping[str, ArmDifference]] = field(repr=False)
     provenance: Provenance = field(repr=False)
+    identity: str = ""  # of the evaluations that it was made from; "": an older one does not say
 
     def save(self, path: Path) -> Path:
         """Write `summary.json`."""
@@ -124,6 +125,7 @@ def summarise_study(out: Path, study: Study) -> StudySummary:
             for name, (left, right) in pairs.items()
         },
         provenance=Provenance(versions=versions()),
+        identity=identity_of([stock, *(one for seeds in arms.values() for one in seeds)]),
     )
 
 

@@ -318,7 +318,7 @@ def _judged(job: Job, therapy: Therapy, done: RepairRun, progress: Progress) -> 
     therapy = replace(therapy, change=change, documents=count_documents(blocks), better=better)
     if not better:
         return _left_alone(job, therapy, done.state)
-    therapy.save(job.out)
+    replace(therapy, run=job.run.identity).save(job.out)
     return done
 
 
@@ -326,7 +326,7 @@ def _left_alone(job: Job, therapy: Therapy, state: RunState) -> RepairRun:
     """An empty patch, and a run that says so."""
     if not state.rows:
         state.write_rows(job.out, job.run.identity)
-    therapy.save(job.out)
+    replace(therapy, run=job.run.identity).save(job.out)
     plan = without_targets(job.run.plan).model_dump(mode="json")
     run = replace(job.run, outcome="empty")
     return RepairRun(job.out, run, Patch({}, PatchInfo(base_model=run.model, plan=plan)), state)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from headwise.artefacts import load_artefact, save_artefact
 from headwise.frames import frame
 from headwise.intervals import Interval
+from headwise.provenance import Origin
 from headwise.surgery.plan import SurgeryPlan
 from headwise.triaging.values import TRIAGE_CLASSES
 from headwise.values import from_plain, plain_fields, to_plain
@@ -49,6 +50,7 @@ class Therapy:
     documents: int = 0  # of validation text that the patch was judged on
     better: bool | None = None
     untriaged: tuple[str, ...] = ()  # of many heads those with least hope to first order
+    run: str = ""  # identity of the run that carried it out, once that is over
 
     @property
     def treatments(self) -> dict[str, str]:
@@ -83,6 +85,11 @@ class Therapy:
         told = ", ".join(f"{counts[name]} {name}" for name in TRIAGE_CLASSES if counts[name])
         more = f"; {len(self.untriaged)} not looked at" if self.untriaged else ""
         return f"{told}{more}" if told else ""
+
+    def origin(self, name: object) -> Origin:
+        """What it is of: the weights that its plan is for, and the run that carried it out."""
+        model = self.plan.model
+        return Origin(str(name), model.id, model.fingerprint, run=self.run or None)
 
     def to_frame(self) -> pd.DataFrame:
         """One row per comparison that was made: heads, dose, change, kept (needs pandas)."""
