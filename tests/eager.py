@@ -6,6 +6,7 @@ input of the output projection, values from the output of the value projection.
 
 from __future__ import annotations
 
+import re
 from contextlib import contextmanager
 
 import numpy as np
@@ -174,4 +175,55 @@ def layer_measures(p, out, value, weight, skip, logits):
         "constant_share": out[:, skip:].mean(1).square().sum(-1) / power[:, skip:].mean(-1),
         "first_token_contribution": (p[..., 0] * along / power)[:, skip:].mean(-1),
         "value_norm_ratio": value_norm[:, 0] / value_norm[:, later].mean(-1),
+    }
+
+
+@torch.inference_mode()
+def eager_roles(model, ids, words):
+    """name -> (layer, head) of one text by definition, query by query; `words` are its tokens."""
+    output = model(torch.tensor([ids]), output_attentions=True, use_cache=False)
+    roles = {}
+    for layer, attention in enumerate(output.attentions):
+        p = attention[0].double()
+        window = window_of(model, layer)
+        for name, keys in role_keys(ids, words).items():
+            excess = []
+            for query in range(len(ids)):
+                seen = [key for key in range(query + 1) if query - key < window]
+                chosen = [key for key in seen if key in keys(query)]
+                if 0 < len(chosen) < len(seen):
+                    excess.append(p[:, query, chosen].sum(-1) - len(chosen) / len(seen))
+            if excess:
+                roles.setdefault(name, {})[layer] = torch.stack(excess).mean(0).numpy()
+    return roles
+
+
+def role_keys(ids, words):
+    """For every role the set of keys of a query, as a function of the query."""
+    length = len(ids)
+    marks = [bool(re.fullmatch(r"\s*[^\w\s]+\s*|\s*\n\s*", word)) for word in words]
+    pairs = zip(marks, words, strict=True)
+    ends = [mark and bool(re.search(r"[.!?\n]", word)) for mark, word in pairs]
+    starts, after_end = set(), False
+    for place, word in enumerate(words):
+        if ends[place]:
+            after_end = True
+        elif after_end and word.strip() and not marks[place]:
+            starts.add(place)
+            after_end = False
+
+    def copies(query, after):
+        earlier = [j + after for j in range(query) if ids[j] == ids[query]]
+        return set([j for j in earlier if 0 < j <= query - 3][-8:])
+
+    fixed = {f"fixed_position {j}": (lambda _, j=j: {j}) for j in range(1, min(16, length))}
+    return {
+        "previous_token": lambda query: {query - 1},
+        "local": lambda query: {query, query - 1, query - 2},
+        "first_token": lambda _: {0},
+        "delimiter": lambda _: {j for j in range(1, length) if marks[j]},
+        "sentence_start": lambda _: starts - {0},
+        "duplicate_token": lambda query: copies(query, 0),
+        "induction": lambda query: copies(query, 1),
+        **fixed,
     }

@@ -8,6 +8,7 @@ first token need not be a BOS: BLOOM's tokenizer adds none.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from jaxtyping import Float
@@ -18,7 +19,9 @@ from headwise.alarms import Alarm, loss_alarms, merge_alarms
 from headwise.artefacts import versions
 from headwise.diagnosis.dormancy import dormancy_of, dormant_weights
 from headwise.diagnosis.measures import Measured, heads_measurement, positional_baseline
+from headwise.diagnosis.role_measures import role_reader
 from headwise.diagnosis.settings import Thresholds
+from headwise.diagnosis.token_rows import waking_of
 from headwise.diagnosis.values import Diagnosis, Pooled, Profile, SinkRate, diagnosis_from
 from headwise.forward.guard import guard
 from headwise.forward.measurements import Measurement, run_measurement
@@ -81,16 +84,19 @@ def diagnosis_measurement(
     lengths = [len(ids) for ids in encoded]
     guard(model, max(lengths))
     sample, dormant = _sample(encoded), list[Tensor | None]()
+    work = list(batches(encoded, batch_size, model=model))
+    roles = None if loaded.tokenizer is None else role_reader(loaded, work, skip_queries)
     measured = yield from heads_measurement(
         model,
-        batches(encoded, batch_size, model=model),
+        work,
         skip_queries=skip_queries,
         pooled=True,
         visit=lambda layer: dormant.append(dormant_weights(model, layer)),
         sample=sample,
+        roles=roles,
     )
     maps = {**measured.means(), **_positional_maps(model, lengths, skip_queries)}
-    return diagnosis_from(
+    diagnosis = diagnosis_from(
         model=loaded.describe(),
         maps=maps,
         thresholds=thresholds or Thresholds(),
@@ -108,6 +114,11 @@ def diagnosis_measurement(
             loaded.alarms, _unusable(loaded, encoded, sample, measured.sample_loss)
         ),
     )
+    if roles is None or measured.awake_sum is None or measured.awake_text is None:
+        return diagnosis
+    awake, text = measured.awake_sum, measured.awake_text
+    waking = waking_of(roles.rows, awake, text, diagnosis.sick, loaded, encoded[0])
+    return replace(diagnosis, waking=waking)
 
 
 def _sample(encoded: list[list[int]]) -> Batch:

@@ -7,7 +7,7 @@ in float64 from float32 numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,11 +17,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from headwise.diagnosis.role_measures import RoleReader, local_masses
+from headwise.diagnosis.roles import PROBE
 from headwise.errors import ModelError
 from headwise.forward.attention import (
     Moments,
-    bucket_mass,
     first_keys_mass,
+    indicator_mass,
     mass_at,
     moments,
     sink_share,
@@ -69,29 +71,56 @@ MEASURES = (
 class Measured:
     """Every measure for every text and head, and the first-token mass by query position."""
 
-    values: dict[str, Float[np.ndarray, "text layer head"]]
+    # a role that has several columns keeps them: `fixed_position` is the strongest over all texts
+    values: dict[str, np.ndarray]  # (text, layer, head)
     profile_sum: Float[np.ndarray, "bucket layer head"]
     profile_count: Int[np.ndarray, "bucket"]
     pooled_sum: Float[np.ndarray, "layer head bucket bucket"] | None = None  # query x key buckets
     sample_loss: float = 0.0  # of a sample that was read in the same passes, in nats
+    # how awake heads are: sums by token and kind (`TokenRows`), and token by token on one text
+    awake_sum: Float[np.ndarray, "layer head row"] | None = None
+    awake_text: Float[np.ndarray, "layer head token"] | None = None
 
     def add(self, texts: list[int], row: int, seen: _LayerMeasures) -> None:
         """Put what one layer showed on one batch in its place."""
-        values, profile, pooled = seen
+        values, profile, pooled, awake = seen
         for name, value in values.items():
             self.values[name][texts, row] = value
         self.profile_sum[:, row] += profile
         if self.pooled_sum is not None and pooled is not None:
             self.pooled_sum[row] += pooled
+        if self.awake_sum is not None and self.awake_text is not None and awake is not None:
+            self.awake_sum[row] += awake[0]
+            if awake[1] is not None:
+                self.awake_text[row] = awake[1]
 
     def means(self) -> dict[str, Float[np.ndarray, "layer head"]]:
-        """Mean over texts."""
-        return {name: value.mean(0) for name, value in self.values.items()}
+        """Mean over the texts that have a value."""
+        means = {name: _over_texts(value)[0] for name, value in self.values.items()}
+        maps = {name: value if value.ndim == 2 else value.max(-1) for name, value in means.items()}
+        strongest = {n: v.argmax(-1) + 1.0 for n, v in means.items() if v.ndim == 3}
+        return {**maps, **{f"{name}_at": at for name, at in strongest.items()}}
 
     def spreads(self) -> dict[str, Float[np.ndarray, "layer head"]]:
-        """Standard deviation over texts (0 for a single text)."""
-        many = next(iter(self.values.values())).shape[0] > 1
-        return {n: v.std(0, ddof=1) if many else 0 * v[0] for n, v in self.values.items()}
+        """Standard deviation over texts (0 for a single text); the probe has no texts."""
+        spreads = {}
+        for name, value in self.values.items():
+            if name == PROBE:
+                continue
+            mean, spread = _over_texts(value)
+            if mean.ndim == 3:
+                spread = np.take_along_axis(spread, mean.argmax(-1)[..., None], -1)[..., 0]
+            spreads[name] = spread
+        return spreads
+
+
+def _over_texts(value: Float[np.ndarray, "text *rest"]) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and standard deviation over the texts that have a value; 0 where none has."""
+    known = np.isfinite(value)
+    count = known.sum(0)
+    mean = np.where(known, value, 0).sum(0) / np.maximum(count, 1)
+    square = np.where(known, value - mean, 0) ** 2
+    return mean, np.sqrt(square.sum(0) / np.maximum(count - 1, 1))
 
 
 def position_bucket(position: int) -> int:
@@ -118,6 +147,7 @@ def heads_measurement(
     pooled: bool = False,
     visit: Visit | None = None,
     sample: Batch | None = None,
+    roles: RoleReader | None = None,
 ) -> Measurement[Measured]:
     """Every measure of every head on every text, in passes that other measurements may share.
 
@@ -126,9 +156,11 @@ def heads_measurement(
     geometry, work = geometry_of(model), list(batches)
     shape = (sum(len(b.lengths) for b in work), geometry.num_layers, geometry.num_heads)
     longest = max(b.ids.shape[1] for b in work)
-    observer = _Observer(model, work, skip_queries, position_bucket(longest - 1) + 1, pooled)
+    probe = None if roles is None else roles.probe
+    read = work if probe is None else [*work, probe]
+    observer = _Observer(model, read, skip_queries, position_bucket(longest - 1) + 1, pooled, roles)
     measured = observer.nothing(shape)
-    every = [*work, sample] if sample is not None else work
+    every = [*read, sample] if sample is not None else read
     loss = 0.0
 
     def take(number: int, layer: int | None, one: _LayerMeasures | Tensor | None) -> None:
@@ -136,15 +168,18 @@ def heads_measurement(
         if isinstance(one, Tensor):
             loss = float(one.double().sum())
         elif layer is not None and one is not None:
-            measured.add(list(work[number].index), geometry.layers.index(layer), one)
+            measured.add(list(read[number].index), geometry.layers.index(layer), one)
+
+    def observe(number: int, attention: LayerAttention) -> _LayerMeasures | None:
+        if number >= len(read):
+            return None
+        return observer(number, attention) if number < len(work) else observer.probed(attention)
 
     yield HookedPass(
         [batch.ids for batch in every],
         take,
-        observe=lambda number, attention: (
-            observer(number, attention) if number < len(work) else None
-        ),
-        targets=[None] * len(work)
+        observe=observe,
+        targets=[None] * len(read)
         + ([] if sample is None else [shifted_targets(sample.ids, sample.lengths)]),
         visit=visit,
         title="measuring heads",
@@ -155,11 +190,13 @@ def heads_measurement(
     return replace(measured, sample_loss=loss)
 
 
-# one layer on one batch: the measures, the profile of first-token mass, the pooled attention
+# one layer on one batch: the measures, the profile of first-token mass, the pooled attention, and
+# how awake heads were by token and on the text that is shown
 _LayerMeasures = tuple[
-    dict[str, Float[np.ndarray, "text head"]],
-    Float[np.ndarray, "bucket head"],
+    dict[str, np.ndarray],  # (text, head), and (text, head, column) of a role that has several
+    Float[np.ndarray, "bucket head"] | float,
     Float[np.ndarray, "head bucket bucket"] | None,
+    tuple[Float[np.ndarray, "head row"], Float[np.ndarray, "head token"] | None] | None,
 ]
 
 
@@ -172,22 +209,44 @@ class _Observer:
     skip: int
     num_buckets: int
     pooled: bool
+    roles: RoleReader | None = None
     grams: dict[int, Tensor] = field(default_factory=dict)
 
     def __call__(self, number: int, attention: LayerAttention) -> _LayerMeasures:
-        weights = query_weights(self.batches[number], self.skip).to(attention.lse.device)
+        scores, lse = attention.scores, attention.lse
+        weights = query_weights(self.batches[number], self.skip).to(lse.device)
         buckets = _buckets(self.batches[number])
-        mass = mass_at(attention.scores, attention.lse, None)
-        measures = _layer_measures(attention, mass, weights, self.gram(attention.layer))
-        pools = None
+        mass, back = mass_at(scores, lse, None), local_masses(scores, lse)
+        measures = _layer_measures(attention, mass, back, weights, self.gram(attention.layer))
+        pools, awake = None, None
+        sets = torch.zeros(1, scores.length, 0)
         if self.pooled:
-            shares = bucket_mass(attention.scores, buckets, self.num_buckets)
-            pools = _pooled(shares, weights, buckets, self.num_buckets)
+            sets = torch.nn.functional.one_hot(buckets, self.num_buckets).float()[None]
+        if self.roles is not None:
+            columns = self.roles.columns[number]
+            sets = torch.cat([sets.expand(len(columns), -1, -1), columns], -1)
+        if sets.shape[-1]:
+            shares, _ = indicator_mass(scores, sets)
+        if self.pooled:
+            pools = _pooled(shares[..., : self.num_buckets], weights, buckets, self.num_buckets)
+        if self.roles is not None:
+            own = shares[..., self.num_buckets * self.pooled :]
+            measures |= self.roles.excess(number, attention, own, back, weights)
+            awake = self.roles.rows.sums(number, 1 - mass - sink_share(scores, lse), weights)
         return (
             {name: value.cpu().numpy() for name, value in measures.items()},
             _by_bucket(mass, weights, buckets, self.num_buckets),
             pools,
+            awake,
         )
+
+    def probed(self, attention: LayerAttention) -> _LayerMeasures:
+        """Induction on the probe, which is the last batch."""
+        assert self.roles is not None
+        weights = query_weights(self.batches[-1], 0).to(attention.lse.device)
+        nothing = attention.lse[..., None][..., :0]
+        found = self.roles.excess(len(self.batches) - 1, attention, nothing, (), weights)
+        return {name: value.cpu().numpy() for name, value in found.items()}, 0.0, None, None
 
     def gram(self, layer: int) -> Float[Tensor, "head value value"]:
         """Made when the layer first runs: then its weights are at hand, also if streamed."""
@@ -203,12 +262,20 @@ class _Observer:
 
     def nothing(self, shape: tuple[int, int, int]) -> Measured:
         """Zeros to add to."""
-        count = self.num_buckets
+        count, values = self.num_buckets, {name: np.zeros(shape) for name in MEASURES}
+        awake: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
+        if self.roles is not None:
+            for name, texts, columns in self.roles.shapes():
+                values[name] = np.full((texts or shape[0], *shape[1:], *columns), np.nan)
+            rows = self.roles.rows
+            awake = np.zeros((*shape[1:], rows.count)), np.zeros((*shape[1:], rows.shown_length))
         return Measured(
-            {name: np.zeros(shape) for name in MEASURES},
+            values,
             np.zeros((count, *shape[1:])),
             np.zeros(count, dtype=np.int64),
             np.zeros((*shape[1:], count, count)) if self.pooled else None,
+            0.0,
+            *awake,
         )
 
 
@@ -237,13 +304,17 @@ def _later(weights: Tensor) -> Tensor:
 
 
 def _layer_measures(
-    attention: LayerAttention, mass: Tensor, weights: Tensor, gram: Tensor
+    attention: LayerAttention,
+    mass: Tensor,
+    back: Sequence[Tensor],
+    weights: Tensor,
+    gram: Tensor,
 ) -> dict[str, Float[Tensor, "text head"]]:
     moment = moments(attention.scores, attention.lse)
     core = _core_measures(attention, mass, moment, weights)
     return {
         **core,
-        **_attention_measures(attention, moment, weights),
+        **_attention_measures(attention, moment, back, weights),
         **_output_measures(attention, mass, weights, gram, core["output_norm"]),
     }
 
@@ -271,12 +342,11 @@ def _core_measures(
 
 
 def _attention_measures(
-    attention: LayerAttention, moment: Moments, weights: Tensor
+    attention: LayerAttention, moment: Moments, back: Sequence[Tensor], weights: Tensor
 ) -> dict[str, Tensor]:
     scores, lse = attention.scores, attention.lse
     position = torch.arange(scores.length, device=lse.device, dtype=torch.float32)
     uniform = scores.num_visible.log()  # 0 where a query sees one key: its entropy is 0 too
-    back = [mass_at(scores, lse, offset) for offset in range(LOCAL_WINDOW)]
     later = _later(weights)
     first = first_keys_mass(scores, lse, FIXED)
     strongest = _columns(first, weights).max(-1)
@@ -370,9 +440,11 @@ def _pooled(
 
 def _require_finite(measured: Measured, layers: tuple[int, ...]) -> None:
     for name, value in measured.values.items():
-        bad = np.argwhere(~np.isfinite(value))
+        # no query of a text may have a choice in a layer: then none of its heads has a value
+        undefined = np.isnan(value).all(2, keepdims=True) & (name not in MEASURES)
+        bad = np.argwhere(~np.isfinite(value) & ~undefined)
         if len(bad):
-            text, row, head = (int(i) for i in bad[0])
+            text, row, head, *_ = (int(i) for i in bad[0])
             raise ModelError(
                 f"{name} of {Head(layers[row], head)} on text {text} is not a finite number",
                 fix="the model overflows on this text (try --dtype float32), or the text is\n"

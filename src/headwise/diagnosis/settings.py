@@ -22,6 +22,7 @@ class Thresholds:
     dead: Annotated[float, Doc("Dead above this first-token mass.")] = 0.95
     sink: Annotated[float, Doc("A sink above this first-token mass.")] = 0.50
     low_entropy: Annotated[float, Doc("Low entropy below this, nats.")] = 0.50
+    role: Annotated[float, Doc("A role is named above this excess.")] = 0.20
 
     def __post_init__(self) -> None:
         if not 0 <= self.sink <= self.dead <= 1:

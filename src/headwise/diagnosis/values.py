@@ -14,8 +14,10 @@ from jaxtyping import Bool, Float
 from headwise.alarms import Alarm
 from headwise.artefacts import load_artefact, save_artefact
 from headwise.diagnosis.bimodality import ThresholdSweep, threshold_sweep
+from headwise.diagnosis.roles import ROLES, role_grid
 from headwise.diagnosis.settings import Thresholds
 from headwise.diagnosis.symptoms import heads_by_symptom
+from headwise.diagnosis.waking import Waking
 from headwise.heads import Head, heads_where
 from headwise.models.values import ModelInfo
 from headwise.provenance import Provenance
@@ -92,6 +94,7 @@ class Diagnosis:
     pooled: Annotated[Pooled | None, Empty] = field(default=None, repr=False)
     sink_rate: Annotated[SinkRate | None, Empty] = None
     mlp_dormancy: Dormancy | None = field(default=None, repr=False)
+    waking: Waking | None = field(default=None, repr=False)  # of the sick heads
     provenance: Provenance = field(default_factory=Provenance, repr=False)
     alarms: tuple[Alarm, ...] = ()
 
@@ -141,6 +144,11 @@ class Diagnosis:
         return heads_where(mask, self.model.layers)
 
     @property
+    def roles(self) -> tuple[tuple[str, ...], ...]:
+        """[layer][head] of the role each head plays most; empty where roles were not measured."""
+        return role_grid(self.maps, self.thresholds.role)
+
+    @property
     def threshold_sweep(self) -> ThresholdSweep:
         """How far the sick count depends on the threshold, and whether there is a valley at all."""
         return threshold_sweep(self.maps[MASS])
@@ -150,6 +158,9 @@ class Diagnosis:
         names = np.array(self.classes)
         layers = self.model.layers
         sets: dict[str, list[Head]] = {n: heads_where(names == n, layers) for n in CLASSES}
+        if self.roles:
+            played = np.array(self.roles)
+            sets |= {role.name: heads_where(played == role.name, layers) for role in ROLES}
         sets |= {"sick": heads_where(self.sick, layers), "band": self.band_heads}
         symptoms = heads_by_symptom(self.maps, sets, layers)
         return {**sets, "ill": sorted({head for heads in symptoms.values() for head in heads})}

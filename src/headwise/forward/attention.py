@@ -268,15 +268,61 @@ def _tiled_moments(scores: Scores) -> Moments:
     return Moments(torch.cat(entropies, 2).clamp_min(0), torch.cat(means, 2))
 
 
-def bucket_mass(
-    scores: Scores, buckets: Int[Tensor, "key"], num_buckets: int
-) -> Float[Tensor, "batch head query bucket"]:
-    """Attention of every query on each bucket of keys: attention with one-hot buckets as values."""
-    scores = replace(scores, q=scores.q.float(), k=scores.k.float())
-    width = max(scores.k.shape[-1], num_buckets)  # the fused kernel wants values as wide as keys
-    one_hot = torch.nn.functional.one_hot(buckets.to(scores.k.device), width).float()
-    out, _ = attend(scores, one_hot.expand(*scores.k.shape[:2], -1, -1))
-    return out[..., :num_buckets]
+def indicator_mass(
+    scores: Scores, indicators: Float[Tensor, "#batch key set"]
+) -> tuple[Float[Tensor, "batch head query set"], Float[Tensor, "batch head query"]]:
+    """Attention of every query on sets of keys, and its log-sum-exp: values are the indicators.
+
+    As many sets as a key is wide cost what one costs.
+    """
+    q, k, values = scores.q.float(), scores.k.float(), indicators.to(scores.k.device)[:, None]
+    wider = values.shape[-1] - k.shape[-1]  # the fused kernel wants keys and values equally wide
+    if wider < 0:
+        values = torch.nn.functional.pad(values, (0, -wider))
+    elif wider > 0 and scores.is_plain:
+        q, k = (torch.nn.functional.pad(x, (0, wider)) for x in (q, k))
+    scores = replace(scores, q=q, k=k)
+    out, lse = attend(scores, values.expand(*scores.k.shape[:2], -1, -1))
+    return out[..., : indicators.shape[-1]], lse
+
+
+PAIRS = 2**21  # numbers gathered at once: 8 MiB
+
+
+def pair_mass(
+    scores: Scores, lse: Float[Tensor, "batch head query"], pairs: Int[Tensor, "pair 3"]
+) -> Float[Tensor, "batch head query"]:
+    """Attention of each query on its listed keys together: one dot product a pair and head.
+
+    A pair is (text, query, key) with key <= query.
+    """
+    batch, heads, length = lse.shape
+    mass: Tensor = torch.zeros(batch * length, heads, device=lse.device)
+    q, k = (x.transpose(1, 2).flatten(0, 1) for x in (scores.q, scores.k))  # (position, head, dim)
+    flat_lse = lse.transpose(1, 2).flatten(0, 1)
+    step = max(1, PAIRS // q[0].numel()) if len(q) else 1
+    for part in pairs.split(step):
+        text, query, key = part.unbind(1)
+        at, to = text * length + query, text * length + key
+        grouped = q[at].float().unflatten(1, (k.shape[1], -1))  # (pair, kv_head, group, dim)
+        logits = (grouped @ k[to].float()[..., None]).flatten(1) * scores.scale
+        logits = capped(scores, logits)
+        if scores.bias is not None:
+            logits = logits + scores.bias[:, :, 0].expand(batch, heads, length)[text, :, key]
+        share = (logits - flat_lse[at]).exp().clamp(max=1.0)
+        mass.index_add_(0, at, torch.where(_pair_seen(scores, part)[:, None], share, 0.0))
+    return mass.reshape(batch, length, heads).transpose(1, 2)
+
+
+def _pair_seen(scores: Scores, pairs: Int[Tensor, "pair 3"]) -> Bool[Tensor, "pair"]:
+    text, query, key = pairs.unbind(1)
+    seen = query - key < (scores.window or scores.length + 1)
+    if scores.visible is not None:
+        seen = seen & scores.visible[text, key]
+    if scores.mask is not None:
+        dense = scores.mask.expand(len(scores.q), -1, -1, -1)
+        seen = seen & dense[text, 0, query, key]
+    return seen
 
 
 def mass_at(
