@@ -10,7 +10,7 @@ import torch
 
 from conftest import SENTENCES, tiny_language_model, tiny_model, tiny_tokenizer
 from headwise.diagnosis.values import Diagnosis
-from headwise.errors import TextError
+from headwise.errors import ArtefactError, TextError
 from headwise.forward.first_order import first_order_costs, first_order_importance
 from headwise.forward.hooked_pass import HookedPass, shared_batches
 from headwise.forward.interventions import ZERO, Variant, mean_output, patched_queries
@@ -26,6 +26,7 @@ from headwise.models.architectures import (
     projection_of,
 )
 from headwise.models.loaded_model import LoadedModel
+from headwise.proof.compare import paired_losses
 from headwise.proof.evaluate import ablated_sets, evaluate, paper_prompts
 from headwise.proof.perplexity import make_windows, text_losses
 from headwise.proof.values import Evaluation, HeadCost, HeadCosts, recovery_of
@@ -109,6 +110,34 @@ def test_long_texts_are_scored_with_a_stride(speaker, tokenizer, window, stride)
     expected = [strided_loss(speaker, ids, window, stride) for ids in encoded]
     assert found.document_loss_sums == pytest.approx(expected, rel=1e-5)
     assert list(found.document_tokens) == [len(ids) - 1 for ids in encoded]
+
+
+def test_whole_texts_are_evaluated_in_windows_and_heads_on_the_first(speaker, tokenizer):
+    options = {"max_length": 16, "heads": "none", "paper": False}
+    cut = evaluate(speaker, tokenizer, [TEXTS], **options)
+    whole = evaluate(speaker, tokenizer, [TEXTS], whole=True, **options)
+    encoded = [tokenizer(text)["input_ids"] for text in SENTENCES]
+    expected = [strided_loss(speaker, ids, 16, 8) for ids in encoded]
+    found = whole.text_sets["five"]
+    assert found.document_loss_sums == pytest.approx(expected, rel=1e-5)
+    assert found.document_tokens == tuple(len(ids) - 1 for ids in encoded)
+    assert cut.text_sets["five"].document_tokens == (15,) * len(encoded)
+    assert np.array_equal(whole.diagnosis.maps["entropy"], cut.diagnosis.maps["entropy"])
+    with pytest.raises(ArtefactError, match="other parts of the text set"):
+        paired_losses(cut, whole)
+
+
+def test_windows_share_the_forward_passes_of_the_heads(tokenizer):
+    model = tiny_language_model("llama")
+    passes = []
+    for length in (16, 512):  # 16: every text has a second window, 512: none has
+        count = []
+        with model.model.register_forward_pre_hook(lambda *_, seen=count: seen.append(1)):
+            options = {"max_length": length, "heads": "none", "batch_size": len(SENTENCES)}
+            evaluate(model, tokenizer, [TEXTS], whole=True, paper=False, **options)
+        passes.append(len(count))
+    windows = make_windows([tokenizer(text)["input_ids"] for text in SENTENCES], 16, 8)
+    assert passes[0] - passes[1] == -(-(len(windows) - len(SENTENCES)) // len(SENTENCES))
 
 
 @pytest.mark.parametrize("window", [2, 5, 8])

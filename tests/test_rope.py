@@ -93,7 +93,7 @@ def test_a_longrope_text_costs_beside_others_what_it_costs_alone(family):
     assert min(lengths) < TURN < max(lengths)
     alone = [own_loss(loaded, one) for one in TEXTS]
     losses = text_losses(loaded, TextSet("mixed", TEXTS), max_length=320, batch_size=5)
-    np.testing.assert_allclose(losses.sums, alone, rtol=1e-4)
+    np.testing.assert_allclose(losses.document_loss_sums, alone, rtol=1e-4)
 
 
 def test_heads_of_longrope_are_measured_as_on_each_text_alone():

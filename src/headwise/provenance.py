@@ -32,6 +32,8 @@ class MeasureSettings:
     bos: bool = False
     max_texts: int | None = field(default=None, metadata=OMITTED)  # on which heads are judged
     seed: int | None = field(default=None, metadata=OMITTED)  # of bootstraps
+    # losses are of whole texts, not of their first `max_length` tokens
+    whole: bool = field(default=False, metadata=OMITTED)
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,7 @@ def evaluate(
     heads: str | Sequence[Head] | None = None,
     joint: Mapping[str, Sequence[Head]] | None = None,
     max_length: int = DEFAULT_MAX_LENGTH,
+    whole: bool = False,
     max_texts: int = 64,
     max_tokens: int | None = None,
     batch_size: int = 4,
@@ -96,7 +97,9 @@ def evaluate(
     paper's 12 prompts as a text set; by default a BLOOM model without `text_sets` reads them.
 
     With patches the stock model is diagnosed too, unless its diagnosis on the same texts is given
-    as `stock`. Of each set the first texts are read that together have at most `max_tokens`.
+    as `stock`. Texts are cut at `max_length`; with `whole` their losses, but not the judgement of
+    heads, are of all tokens, in windows of that size. Of each set the first texts are read that
+    together have at most `max_tokens`.
     `adaptive` takes documents in stages until each head is decided, else every head sees them all.
     `budget` hears how much work it is, before it starts.
     """
@@ -114,10 +117,10 @@ def evaluate(
     is_bloom = base.model_type == "bloom"
     if (text_sets is None and is_bloom) if paper is None else paper:
         sets.append(paper_prompts())
-    encoded = _encoded(loaded, sets, max_length)
+    encoded = _encoded(loaded, sets, None if whole else max_length)
     if max_tokens is not None:
         sets = [_capped(texts, encoded, max_tokens) for texts in sets]
-    how = MeasureSettings(loaded.length(max_length), 0, loaded.bos, max_texts, seed)
+    how = MeasureSettings(loaded.length(max_length), 0, loaded.bos, max_texts, seed, whole)
     reading = _Reading(loaded, sets, encoded, how, batch_size, progress)
     ablated = ablated_sets(loaded, heads, joint, operated)
     budget(loaded.model, _work(reading, ablated, adaptive, 1 + bool(read and not stock)))
@@ -188,8 +191,8 @@ class _Reading:
 
     @property
     def documents(self) -> list[list[int]]:
-        """Their tokens."""
-        return [self.encoded[text] for text in self.judged.texts]
+        """Their tokens: heads are always judged on the first `max_length`."""
+        return [self.encoded[text][: self.how.max_length] for text in self.judged.texts]
 
     @property
     def seed(self) -> int:
@@ -226,8 +229,8 @@ def _with_rises(
     return recovery.with_rises(dict(zip(names, rises[:-1], strict=True)), (*sides, rises[-1]))
 
 
-def _encoded(loaded: LoadedModel, sets: Sequence[TextSet], max_length: int) -> Encoded:
-    """The tokens of every text of all sets; every measurement reads these."""
+def _encoded(loaded: LoadedModel, sets: Sequence[TextSet], max_length: int | None) -> Encoded:
+    """The tokens of every text of all sets, cut at `max_length`; every measurement reads these."""
     texts = tuple(dict.fromkeys(text for one in sets for text in one.texts))
     return dict(zip(texts, encode_for(loaded, texts, max_length=max_length), strict=True))
 
@@ -235,7 +238,9 @@ def _encoded(loaded: LoadedModel, sets: Sequence[TextSet], max_length: int) -> E
 def _work(reading: _Reading, ablated: Ablated, adaptive: bool, diagnoses: int) -> Work:
     """Losses of all texts; diagnoses, means, activations, the gradient and ablations of some."""
     tokens = sum(map(len, reading.documents))
-    every = sum(len(reading.encoded[text]) for texts in reading.sets for text in texts.texts)
+    lengths = [len(reading.encoded[text]) for texts in reading.sets for text in texts.texts]
+    # windows overlap by half: every token behind the first window is read twice
+    every = sum(length + max(0, length - reading.how.max_length) for length in lengths)
     joint = sum(name.startswith(JOINT) for name in ablated)
     # an ablation re-runs half the layers on average; sets also with means, or heads if not staged
     ablations = ((len(ablated) - joint) * (1 if adaptive else 2) + 2 * joint) / 2

@@ -1,7 +1,7 @@
 """Perplexity on named text sets: predicted tokens counted, batched, with intervals.
 
-A text longer than `max_length` is cut there, or scored `whole` with a stride: every token is
-predicted once, with at least `max_length - stride` tokens of context where the text has them.
+A text longer than `max_length` is scored in windows: every token is predicted once, with at least
+`max_length - stride` tokens of context where the text has them.
 """
 
 from __future__ import annotations
@@ -31,17 +31,23 @@ Window = tuple[list[int], int, int]
 def make_windows(
     encoded: Sequence[Sequence[int]], size: int, stride: int, prefix: Sequence[int] = ()
 ) -> list[Window]:
-    """Cut documents so that each token is predicted exactly once; later pieces get the prefix."""
-    windows: list[Window] = []
+    """Cut documents so that each token is predicted exactly once; later pieces get the prefix.
+
+    First pieces stand first: they are the texts as other measurements read them, which then share
+    their forward passes.
+    """
+    first: list[Window] = []
+    later: list[Window] = []
     for number, ids in enumerate(encoded):
         start, scored = 0, 1  # targets below `scored` are done; token 0 is never predicted
         while scored < len(ids):
             stop = min(start + size - len(prefix if start else ()), len(ids))
             before = prefix if start else ()
             ignored = scored - start - 1 + len(before)
-            windows.append(([*before, *ids[start:stop]], number, ignored))
+            window = [*before, *ids[start:stop]], number, ignored
+            (later if start else first).append(window)
             scored, start = stop, min(start + stride, stop - 1)  # one token of context at least
-    return windows
+    return first + later
 
 
 @takes_model

@@ -21,6 +21,10 @@ class EvaluateSettings:
         str | None, Doc("Heads to ablate one by one: a selection, `all` or `none`.")
     ] = None
     max_length: MaxLength = 512
+    whole: Annotated[
+        bool,
+        Doc("Losses of whole texts, in windows of --max-length that overlap by half."),
+    ] = False
     max_texts: Annotated[int, Doc("Texts used to judge heads."), Ge(2)] = 64
     max_tokens: Annotated[int | None, Doc("Read no more tokens of each text set."), Ge(2)] = None
     adaptive: Annotated[

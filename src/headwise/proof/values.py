@@ -76,6 +76,12 @@ class DocumentLosses:
         """Mean loss minus that of another condition on the same tokens, paired by document."""
         if self.texts.sha256 != stock.texts.sha256:
             raise ArtefactError(f"the text set {self.texts.name!r} differs between the two sides")
+        if self.document_tokens != stock.document_tokens:
+            raise ArtefactError(
+                f"the two sides read other parts of the text set {self.texts.name!r}: "
+                f"{stock.predicted_tokens:,} and {self.predicted_tokens:,} tokens",
+                fix="evaluate both with the same --max-length, --whole and --bos",
+            )
         difference = np.array(self.document_loss_sums) - np.array(stock.document_loss_sums)
         return paired_interval(difference, np.array(stock.document_tokens), seed=seed)
 
