@@ -16,6 +16,8 @@ from headwise.errors import ArtefactError, HeadwiseError, UnknownArchitectureErr
 from headwise.forward import faithfulness, tap
 from headwise.forward.faithfulness import boundaries, compare_runs, proof_length
 from headwise.forward.guard import guard
+from headwise.forward.layer_by_layer import require_faithful
+from headwise.forward.partial_run import layer_input
 from headwise.forward.separability import check
 from headwise.forward.tap import tapped
 from headwise.models.architectures import projection_of
@@ -155,3 +157,44 @@ def test_surgery_on_quantised_projections_is_refused_with_the_way_out(tmp_path):
     with pytest.raises(ArtefactError, match="are quantised") as caught:
         repair(model, tiny_tokenizer(), plan, texts, TINY_RECIPE, out=tmp_path / "run")
     assert "before it is quantised" in str(caught.value)
+
+
+def slow_bloom(dtype):
+    """A BLOOM whose own code, with tensor parallelism made exact, forgets the output bias."""
+    model = tiny_language_model("bloom", pretraining_tp=2, slow_but_exact=True)
+    return model.to(dtype)
+
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+def test_a_bloom_with_slow_but_exact_parallelism_is_refused_in_every_precision(dtype):
+    model = slow_bloom(dtype)
+    with pytest.raises(UnknownArchitectureError, match="not what its row says"):
+        guard(model)
+    assert "run by headwise" in check(model).reason() or "the tap changes" in check(model).reason()
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_a_streamed_bloom_with_slow_but_exact_parallelism_is_refused_too(dtype):
+    model = slow_bloom(dtype)
+    ids = torch.tensor([token_ids(64)])
+    with pytest.raises(UnknownArchitectureError, match="not what its row says"):
+        require_faithful(model, 1, ids, layer_input(model, ids, 1))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("name", sorted(TINY))
+def test_half_precision_alone_is_no_reason_to_refuse(name, dtype):
+    guard(tiny_model(name).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_the_guard_in_half_precision_sees_one_lost_key_in_a_window(dtype, monkeypatch):
+    """One key of forty moves the logits less than rounding does through all layers."""
+    model = tiny_model("mistral").to(dtype)
+    known = tap._window_of
+    monkeypatch.setattr(tap, "_window_of", lambda mask: (known(mask) or 1) - 1 or None)
+    with pytest.raises(UnknownArchitectureError, match="not what its row says"):
+        guard(model)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from headwise.errors import UnknownArchitectureError
-from headwise.forward.faithfulness import SHORTEST, require_eval, wrong_positions
+from headwise.forward.faithfulness import SHORTEST, found_difference, require_eval
 from headwise.forward.separability import prove_row
 from headwise.models.architectures import is_proposed
 from headwise.models.loaded_model import LoadedModel
@@ -31,11 +31,11 @@ def guard(model: LoadedModel | PreTrainedModel, longest: int = SHORTEST) -> None
     forget_longer_texts(model)
     if is_proposed(model):
         prove_row(model)
-    wrong, worst = wrong_positions(model, longest)
-    if bool(wrong.any()):
+    difference = found_difference(model, longest)
+    if difference:
         raise UnknownArchitectureError(
             f"this {model.config.model_type!r} model is not what its row says: run by headwise "
-            f"its logits differ by {worst:.1e} of their size",
-            where=f"{int(wrong.sum())} of {wrong.numel()} positions",
+            f"{difference}",
+            where=model.config._name_or_path or None,
             fix="nothing measured on it would be true; `headwise check MODEL` says what differs",
         )

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headwise.errors import ModelError, UnknownArchitectureError
+from headwise.forward.faithfulness import beyond_rounding, is_half
 from headwise.forward.hooked_pass import HookedPass, SharedBatch, shared_batches
 from headwise.forward.losses import stored_losses
 from headwise.forward.partial_run import LayerInput, after_layers, layer_input, run_layer
@@ -28,8 +29,7 @@ from headwise.models.stored_weights import at_hand, stored_weights
 from headwise.progress import Progress, silent
 
 _PROOF_TOKENS = 64  # of one text, on which each layer's tapped run is compared with its own
-_DIFFERENCE = {torch.bfloat16: 0.2, torch.float16: 0.05}  # of the output's size, by rounding alone
-_EXACT = 2e-3
+_EXACT = 2e-3  # of the output's size
 
 
 def run_layer_by_layer(
@@ -152,8 +152,12 @@ def require_faithful(model: PreTrainedModel, layer: int, ids: Tensor, hidden: La
     few, start = ids[:1, :_PROOF_TOKENS], hidden[..., :1, :_PROOF_TOKENS, :]
     tapped_run = through(model, few, layer, start, lambda attention: None)
     own = through(model, few, layer, start, None)
-    apart = float((tapped_run - own).abs().max() / own.abs().max().clamp_min(1e-30))
-    if not apart < _DIFFERENCE.get(model.dtype, _EXACT):
+    if is_half(model):
+        apart = beyond_rounding(tapped_run, own, start)
+    else:
+        apart = float((tapped_run - own).abs().max() / own.abs().max().clamp_min(1e-30))
+        apart = 0.0 if apart < _EXACT else apart
+    if apart:
         raise UnknownArchitectureError(
             f"this {model.config.model_type!r} model is not what its row says: run by headwise "
             f"the output of layer {layer} differs by {apart:.1e} of its size",

@@ -24,11 +24,11 @@ from headwise.forward.faithfulness import (
     SHORTEST,
     Difference,
     compare_runs,
+    found_difference,
     random_ids,
     relative,
     require_eval,
     tolerance_of,
-    wrong_positions,
 )
 from headwise.forward.partial_run import SeenError, run_until_seen
 from headwise.forward.tap import LayerAttention, tapped
@@ -128,6 +128,8 @@ class HeadCheck:
                 f"the tap changes the logits by {found.logits:.1e} of their size "
                 f"({found.length} tokens)"
             )
+        if found.layers:
+            return f"run by headwise {found.layers}"
         if found.contributions >= self.tolerance:
             return (
                 "a head's output is changed before the output projection reads it, by "
@@ -305,9 +307,9 @@ def _tried(model: PreTrainedModel, row: Architecture) -> str:
     """Why a row does not hold for the model; nothing if it does."""
     keep_row(model, row)
     try:
-        wrong, worst = wrong_positions(model, SHORTEST)
-        if bool(wrong.any()):
-            return f"run by headwise its logits differ by {worst:.1e} of their size"
+        difference = found_difference(model, SHORTEST)
+        if difference:
+            return f"run by headwise {difference}"
         return _check_row(model).reason()
     except HeadwiseError as error:
         return str(error).partition("\n")[0]
