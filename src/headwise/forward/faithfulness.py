@@ -331,20 +331,19 @@ def _layer_difference(model: PreTrainedModel, ids: Int[Tensor, "1 position"]) ->
         given = own[len(seen) - 1]
         return ((given, *args[1:]), kwargs) if args else ((), {**kwargs, "hidden_states": given})
 
-    def run(hook: Callable[..., Any], forward: Callable[[], Tensor]) -> Tensor:
-        with ExitStack() as hooks:
-            for layer in layers_of(model):
-                hooks.enter_context(layer.register_forward_pre_hook(hook, with_kwargs=True))
-            return forward()
-
-    plain = run(keep, lambda: _own_run(model, ids))
+    with ExitStack() as hooks:
+        for layer in layers_of(model):
+            hooks.enter_context(layer.register_forward_pre_hook(keep, with_kwargs=True))
+        plain = _own_run(model, ids)
     _require_numbers(model, [plain])
-    with tapped(model):
-        hidden = run(swap, lambda: backbone_of(model)(ids, use_cache=False).last_hidden_state)
-    for layer in range(1, len(own)):
-        apart = beyond_rounding(seen[layer], own[layer], own[layer - 1])
+    with tapped(model), ExitStack() as hooks:
+        for layer in layers_of(model):
+            hooks.enter_context(layer.register_forward_pre_hook(swap, with_kwargs=True))
+        hidden = backbone_of(model)(ids, use_cache=False).last_hidden_state
+    for number in range(1, len(own)):
+        apart = beyond_rounding(seen[number], own[number], own[number - 1])
         if apart:
-            return f"layer {layer - 1} adds something else to the text, by {apart:.1e} of its size"
+            return f"layer {number - 1} adds something else to the text, by {apart:.1e} of its size"
     logits = logits_of(model, hidden)
     apart = beyond_rounding(logits, plain, torch.zeros_like(plain))
     return f"its logits differ by {apart:.1e} of their size" if apart else ""
