@@ -23,7 +23,6 @@ from headwise.plasticity.settings import PlasticitySettings
 from headwise.plasticity.values import (
     MAPS,
     DistanceMap,
-    PlasticityProvenance,
     PlasticitySummary,
 )
 from headwise.proof.compare import Snapshot, compare
@@ -90,7 +89,8 @@ def plasticity_summary(grid, settings=None) -> PlasticitySummary:
         {},
         DistanceMap((), (), (), ()),
         (),
-        PlasticityProvenance(settings or PlasticitySettings(), {}),
+        settings or PlasticitySettings(),
+        {},
     )
 
 

@@ -15,9 +15,9 @@ from headwise.forward.tap import tapped
 from headwise.heads import Head
 from headwise.models.architectures import geometry_of, positions_of
 from headwise.plasticity import capture
-from headwise.plasticity.buckets import Buckets
+from headwise.plasticity.buckets import bucket_of
 from headwise.plasticity.capture import _vectors
-from headwise.plasticity.settings import CaptureSettings
+from headwise.plasticity.settings import CaptureSettings, parse_buckets
 from headwise.texts.text_sets import TextSet
 from planned import random_ids
 
@@ -124,7 +124,7 @@ def test_a_text_as_long_as_there_are_heads_is_not_turned_on_its_side(name):
     ],
 )
 def test_buckets_are_those_of_the_formula(text, positions, buckets):
-    found = Buckets.parse(text).of(np.array(positions))
+    found = bucket_of(text, np.array(positions))
     assert found.tolist() == buckets
     if text.startswith("log2"):
         size = int(text.split(":")[1])
@@ -135,7 +135,7 @@ def test_buckets_are_those_of_the_formula(text, positions, buckets):
 @pytest.mark.parametrize("text", ["uniform", "uniform:0", "log3:4", "uniform:-4", ""])
 def test_unknown_buckets_are_an_error(text):
     with pytest.raises(SettingsError, match="unknown buckets"):
-        Buckets.parse(text)
+        parse_buckets(text)
 
 
 @pytest.mark.parametrize("text", ["uniform:16", "log2:4"])
@@ -143,7 +143,7 @@ def test_a_base_rate_keeps_that_many_rows_a_text_and_bucket(text):
     settings = CaptureSettings(buckets=text, base_rate=3.0)
     length, texts = 127, 600
     kept = np.stack([capture._kept(length, i, 0, "q", settings) for i in range(texts)])
-    buckets = Buckets.parse(text).of(np.arange(length))
+    buckets = bucket_of(text, np.arange(length))
     for bucket in np.unique(buckets):
         width = (buckets == bucket).sum()
         rows = kept[:, buckets == bucket].sum(1).mean()

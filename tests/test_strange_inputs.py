@@ -23,8 +23,7 @@ from headwise.models.description import weight_fingerprint
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.loading import load_model
 from headwise.models.tensor_files import stored_tensors
-from headwise.plasticity.buckets import Buckets
-from headwise.plasticity.settings import CaptureSettings
+from headwise.plasticity.settings import CaptureSettings, parse_buckets
 from headwise.texts.text_sets import read_texts
 
 
@@ -90,7 +89,7 @@ def test_odd_settings_are_told_where_they_are_made():
         CaptureSettings(seed=-1)
     for text in ("uniform:-3", "uniform:0", "log2:", "uniform:٣", "uniform:" + "9" * 40):
         with pytest.raises(SettingsError, match="unknown buckets"):
-            Buckets.parse(text)
+            parse_buckets(text)
     with pytest.raises(SelectionError, match="the selection is empty"):
         select_in_layers("", None, (0, 1), 4)
     with pytest.raises(SelectionError, match="put `,` `&` or `-` between heads"):

@@ -29,7 +29,7 @@ from headwise.errors import HeadwiseError
 from headwise.heads import Head, named_ranges, select_heads, select_in_layers
 from headwise.models.loading import load_model
 from headwise.models.patch import Patch
-from headwise.plasticity.buckets import Buckets
+from headwise.plasticity.buckets import bucket_of
 from headwise.plasticity.settings import load_settings
 from headwise.proof.completed_texts import read_prompts
 from headwise.studies.study import load_study
@@ -89,7 +89,7 @@ class Inputs:
         if way == 2:
             return lambda: named_ranges(text, num_layers=2, num_heads=4)
         if way == 3:
-            return lambda: Buckets.parse(text).of(np.arange(4))
+            return lambda: bucket_of(text, np.arange(4))
         options = {"num_layers": 2, "num_heads": 4, "sets": self.sets, "maps": self.diagnosis.maps}
         return lambda: select_heads(text, **options)
 

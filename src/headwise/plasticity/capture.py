@@ -42,7 +42,7 @@ from headwise.models.architectures import (
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.patch import Patch, applied
 from headwise.models.stored_weights import stored_weights
-from headwise.plasticity.buckets import Buckets
+from headwise.plasticity.buckets import bucket_of, keep_probability
 from headwise.plasticity.settings import CaptureSettings
 from headwise.plasticity.values import CAPTURE, CaptureInfo
 from headwise.plasticity.writer import (
@@ -158,8 +158,7 @@ def _assemble(
     """One file per head from all portions, and `capture.json` with their rows and checksums."""
     folder = staging.parent
     groups = {layer: geometry_of(model, layer).group for layer in geometry_of(model).layers}
-    buckets = Buckets.parse(info.settings.buckets)
-    rows = assemble(staging, folder, heads, groups, _windows(model), buckets)
+    rows = assemble(staging, folder, heads, groups, _windows(model), info.settings.buckets)
     checksums = {name: file_checksum(folder / name / DATA) for name in rows}
     write_text(folder / "README.md", _readme(info))
     info = replace(info, rows=rows, checksums=checksums, finished=True)
@@ -321,8 +320,8 @@ def _kept(
     length: int, example: int, layer: int, kind: Kind, settings: CaptureSettings
 ) -> Bool[np.ndarray, "row"]:
     """Which positions are kept: one mask for all heads of a layer and kind, by seed."""
-    buckets = Buckets.parse(settings.buckets)
-    share = buckets.keep_probability(buckets.of(np.arange(length)), settings.base_rate)
+    bucket = bucket_of(settings.buckets, np.arange(length))
+    share = keep_probability(settings.buckets, bucket, settings.base_rate)
     generator = np.random.default_rng([settings.seed, example, layer, "qk".index(kind)])
     return generator.random(length) < share
 

@@ -18,7 +18,6 @@ from jaxtyping import Float
 from headwise.errors import ArtefactError, HeadwiseError
 from headwise.plasticity.key_pairs import (
     PairBatch,
-    SortedKeys,
     draw_public_pairs,
     listed_batch,
     pair_batches,
@@ -31,14 +30,19 @@ from headwise.plasticity.normality import (
     lilliefors_p_values,
 )
 from headwise.plasticity.query_model import (
-    Queries,
     Rotation,
     build_model,
     predict_positions,
     rotate_queries,
     sort_queries,
 )
-from headwise.plasticity.reader import HeadGroup, QKFolder, orientation_of, read_vectors
+from headwise.plasticity.reader import (
+    HeadGroup,
+    QKFolder,
+    VectorTable,
+    orientation_of,
+    read_vectors,
+)
 from headwise.plasticity.settings import PlasticitySettings
 from headwise.plasticity.tally import (
     GRADIENT_PAIRS,
@@ -82,7 +86,7 @@ def analyse_group(
 
 def _read_keys(
     folder: QKFolder, group: HeadGroup, settings: PlasticitySettings
-) -> tuple[SortedKeys, Float[np.ndarray, " dim"]]:
+) -> tuple[VectorTable, Float[np.ndarray, " dim"]]:
     path = folder.verified_file(group.layer, group.k_head, "k")
     table = read_vectors(path, max_rows=settings.max_tokens_per_head, seed=settings.seed)
     whole = table
@@ -96,7 +100,7 @@ def _prepare(
     folder: QKFolder,
     group: HeadGroup,
     q_head: int,
-    keys: SortedKeys,
+    keys: VectorTable,
     signs: Float[np.ndarray, " dim"],
     settings: PlasticitySettings,
 ) -> tuple[dict[str, Any], Tally]:
@@ -123,10 +127,12 @@ def _prepare(
         },
         **_describe(queries, rotation, settings),
     }
-    return columns, _make_tally(queries, rotation, keys, table.window, settings)
+    return columns, _make_tally(queries, rotation, keys, settings)
 
 
-def _describe(queries: Queries, rotation: Rotation, settings: PlasticitySettings) -> dict[str, Any]:
+def _describe(
+    queries: VectorTable, rotation: Rotation, settings: PlasticitySettings
+) -> dict[str, Any]:
     """The columns about a head's queries: how they follow position, how normal they are."""
     num_rows, dim = len(queries.position), len(rotation.beta)
     residual = rotation.along_axis - rotation.line(queries.position)
@@ -157,10 +163,9 @@ def _describe(queries: Queries, rotation: Rotation, settings: PlasticitySettings
 
 
 def _make_tally(
-    queries: Queries,
+    queries: VectorTable,
     rotation: Rotation,
-    keys: SortedKeys,
-    window: int | None,
+    keys: VectorTable,
     settings: PlasticitySettings,
 ) -> Tally:
     documents, num_documents = choose_documents(keys.example, queries.example)
@@ -170,7 +175,7 @@ def _make_tally(
         buckets=queries.buckets,
         counts=queries.counts,
         tau=queries.mean_positions,
-        open=open_cells(queries, keys, window, window_in_buckets=settings.window_in_buckets),
+        open=open_cells(queries, keys, window_in_buckets=settings.window_in_buckets),
         min_queries=1 if settings.draws_as_public_code else 2,
         model=build_model(settings.definition, queries, rotation),
         queries=queries if settings.definition == "empirical" else None,
@@ -181,7 +186,7 @@ def _make_tally(
 
 
 def _score_together(
-    tallies: list[Tally], group: HeadGroup, keys: SortedKeys, settings: PlasticitySettings
+    tallies: list[Tally], group: HeadGroup, keys: VectorTable, settings: PlasticitySettings
 ) -> None:
     """Every batch of key pairs is made once and scored by all heads of the group."""
     limit = settings.pair_limit
@@ -215,13 +220,13 @@ def _score_batch(tally: Tally, index: int, batch: PairBatch, *, share: float) ->
 
 
 def _score_empirically(
-    tally: Tally, index: int, batch: PairBatch, queries: Queries, share: float
+    tally: Tally, index: int, batch: PairBatch, queries: VectorTable, share: float
 ) -> None:
     """Count, for every pair, the bucket's own queries that prefer its first key."""
     differences = batch.differences()
     for column in tally.columns(index).tolist():
         rows = queries.rows(column)
-        p, effect = _preferences(differences, queries.vectors[:, rows].astype(np.float64))
+        p, effect = _preferences(differences, queries.vectors.T[:, rows].astype(np.float64))
         scale = len(effect) / (len(effect) - 1)
         tally.add(index, batch, np.array([column]), (4.0 * scale * p * (1.0 - p))[None])
         place = document_index(queries.example[rows], tally.documents)

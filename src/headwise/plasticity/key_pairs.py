@@ -14,31 +14,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool, Float, Float32, Int, Int64
+from jaxtyping import Bool, Float, Int, Int64
 
 from headwise.plasticity.reader import VectorTable
 
 BATCH_PAIRS = 8192  # a batch's arrays then stay within a few MB, and near the cache
-
-
-@dataclass(frozen=True)
-class SortedKeys:
-    """Keys sorted by bucket and, inside it, by document in order of first appearance."""
-
-    vectors: Float32[np.ndarray, "key dim"]
-    position: Int64[np.ndarray, " key"]
-    example: Int64[np.ndarray, " key"]
-    buckets: Int64[np.ndarray, " bucket"]  # distinct key buckets, ascending
-    bucket_start: Int64[np.ndarray, " bucket_and_one"]  # rows of bucket i: start[i] to start[i+1]
-    passage_start: Int64[np.ndarray, " passage"]  # rows of one (bucket, document)
-    passage_size: Int64[np.ndarray, " passage"]
-
-    def passages_of(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Start and size of the passages of two keys or more in one bucket."""
-        low, high = self.bucket_start[index], self.bucket_start[index + 1]
-        start, size = self.passage_start, self.passage_size
-        inside = (start >= low) & (start < high) & (size >= 2)
-        return start[inside], size[inside]
 
 
 @dataclass(frozen=True)
@@ -74,8 +54,11 @@ class PairBatch:
         )
 
 
-def sort_keys(keys: VectorTable, signs: Float[np.ndarray, " dim"]) -> SortedKeys:
-    """Sort keys into passages and orient them; inside a passage the order of the rows stays."""
+def sort_keys(keys: VectorTable, signs: Float[np.ndarray, " dim"]) -> VectorTable:
+    """Sort keys by bucket and, inside it, by document in order of first appearance; orient them.
+
+    Inside a passage (one document in one bucket) the order of the rows stays.
+    """
     row = np.arange(len(keys.bucket))
     by_pair = np.lexsort((row, keys.example, keys.bucket))
     bucket, example = keys.bucket[by_pair], keys.example[by_pair]
@@ -83,24 +66,15 @@ def sort_keys(keys: VectorTable, signs: Float[np.ndarray, " dim"]) -> SortedKeys
     opens[1:] = (bucket[1:] != bucket[:-1]) | (example[1:] != example[:-1])
     first_row = by_pair[opens][np.cumsum(opens) - 1]  # stable sort: the first is the earliest
     order = by_pair[np.lexsort((by_pair, first_row, bucket))]
-    bucket, example = keys.bucket[order], keys.example[order]
-    start = np.flatnonzero(np.r_[True, (bucket[1:] != bucket[:-1]) | (example[1:] != example[:-1])])
-    buckets, bucket_start = np.unique(bucket, return_index=True)
     vectors = np.take(keys.vectors, order, axis=0)
     vectors *= signs.astype(np.float32)
-    return SortedKeys(
-        vectors=vectors,
-        position=keys.position[order],
-        example=example,
-        buckets=buckets,
-        bucket_start=np.append(bucket_start, len(row)),
-        passage_start=start,
-        passage_size=np.diff(np.append(start, len(row))),
+    return VectorTable(
+        vectors, keys.position[order], keys.bucket[order], keys.example[order], keys.window
     )
 
 
 def pair_batches(
-    keys: SortedKeys, index: int, *, limit: int, seed: Sequence[int]
+    keys: VectorTable, index: int, *, limit: int, seed: Sequence[int]
 ) -> Iterator[PairBatch]:
     """The pairs of key bucket `index`: all of them if at most `limit`, else a sample of `limit`."""
     start, size = keys.passages_of(index)
@@ -116,7 +90,7 @@ def pair_batches(
 
 
 def _enumerated_batch(
-    keys: SortedKeys, start: Int64[np.ndarray, " passage"], size: Int64[np.ndarray, " passage"]
+    keys: VectorTable, start: Int64[np.ndarray, " passage"], size: Int64[np.ndarray, " passage"]
 ) -> PairBatch:
     """All pairs of some passages; those of one size are laid out together, without a loop."""
     anchor, other, first, second = [], [], [], []
@@ -138,7 +112,7 @@ def _enumerated_batch(
 
 
 def _sampled_batches(
-    keys: SortedKeys,
+    keys: VectorTable,
     start: Int64[np.ndarray, " passage"],
     size: Int64[np.ndarray, " passage"],
     limit: int,
@@ -161,7 +135,7 @@ def _sampled_batches(
 
 
 def listed_batch(
-    keys: SortedKeys, a: Int64[np.ndarray, " pair"], b: Int64[np.ndarray, " pair"]
+    keys: VectorTable, a: Int64[np.ndarray, " pair"], b: Int64[np.ndarray, " pair"]
 ) -> PairBatch:
     """A batch of given pairs of rows; the difference is `a - b`."""
     none = np.empty(0, dtype=np.int64)
@@ -169,7 +143,7 @@ def listed_batch(
 
 
 def _batch(
-    keys: SortedKeys,
+    keys: VectorTable,
     anchor: Int64[np.ndarray, " base"],
     other: Int64[np.ndarray, " base"],
     extra: tuple[Int64[np.ndarray, " extra"], Int64[np.ndarray, " extra"]],

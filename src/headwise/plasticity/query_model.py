@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
-from jaxtyping import Float, Float32, Int64
+from jaxtyping import Float, Shaped
 from scipy import linalg
 
 from headwise.plasticity.reader import VectorTable
@@ -25,43 +25,6 @@ _PART = 512  # rows turned at a time: a transpose is quick inside the cache
 
 
 FLOOR = 1e-12  # the seed's epsilon: added to a covariance, and the least variance
-
-
-@dataclass(frozen=True)
-class Queries:
-    """One head's queries, oriented and sorted by bucket; components are contiguous rows.
-
-    They are kept as the float32 they were captured in; every sum over them is in float64.
-    """
-
-    vectors: Float32[np.ndarray, "dim row"]
-    position: Float[np.ndarray, " row"]
-    example: Int64[np.ndarray, " row"]
-    buckets: Int64[np.ndarray, " bucket"]
-    start: Int64[np.ndarray, " bucket_and_one"]
-
-    def rows(self, index: int) -> slice:
-        """The rows of one bucket."""
-        return slice(int(self.start[index]), int(self.start[index + 1]))
-
-    @property
-    def counts(self) -> Int64[np.ndarray, " bucket"]:
-        """Queries in each bucket."""
-        return np.asarray(np.diff(self.start))
-
-    def along(self, directions: Float[np.ndarray, "k dim"]) -> Float[np.ndarray, "k row"]:
-        """Every query's product with some directions, in one pass."""
-        product = np.empty((len(directions), self.vectors.shape[1]))
-        for begin in range(0, product.shape[1], _PART):
-            part = self.vectors[:, begin : begin + _PART].astype(np.float64)
-            product[:, begin : begin + _PART] = directions @ part
-        return product
-
-    @property
-    def mean_positions(self) -> Float[np.ndarray, " bucket"]:
-        """The mean position of each bucket's queries (tau)."""
-        sums = np.add.reduceat(self.position, self.start[:-1])
-        return np.asarray(sums / self.counts)
 
 
 @dataclass(frozen=True)
@@ -84,14 +47,14 @@ class Rotation:
         """The positional direction: the first column of H."""
         return reflection_axis(self.v, self.flip)
 
-    def line(self, position: Float[np.ndarray, " any"]) -> Float[np.ndarray, " any"]:
+    def line(self, position: Shaped[np.ndarray, " any"]) -> Float[np.ndarray, " any"]:
         """Where the fitted line is along the axis."""
         axis = self.axis
         return np.asarray(axis @ self.alpha + (axis @ self.beta) * position)
 
-    def components(self, queries: Queries) -> Iterator[Float[np.ndarray, " row"]]:
+    def components(self, queries: VectorTable) -> Iterator[Float[np.ndarray, " row"]]:
         """Components in the rotated basis, one after another: the whole is never in memory."""
-        for index, component in enumerate(queries.vectors):
+        for index, component in enumerate(queries.vectors.T):
             rotated = component - (2 * self.v[index]) * self.along_v
             yield self.flip * rotated if index == 0 else rotated
 
@@ -109,26 +72,32 @@ class QueryModel:
         return self.factors[index if len(self.factors) > 1 else 0]
 
 
-def sort_queries(table: VectorTable, signs: Float[np.ndarray, " dim"]) -> Queries:
-    """Sort by bucket, orient, and lay components out as rows."""
+def sort_queries(table: VectorTable, signs: Float[np.ndarray, " dim"]) -> VectorTable:
+    """Sort by bucket, orient, and lay the vectors out so that components are contiguous."""
     order = np.argsort(table.bucket, kind="stable")
-    buckets, start = np.unique(table.bucket[order], return_index=True)
     single = signs.astype(np.float32)
     vectors = np.empty(table.vectors.shape[::-1], dtype=np.float32)
     for begin in range(0, len(order), _PART):
         part = np.take(table.vectors, order[begin : begin + _PART], axis=0) * single
         vectors[:, begin : begin + _PART] = np.ascontiguousarray(part.T)
-    return Queries(
-        vectors=vectors,
-        position=table.position[order].astype(np.float64),
-        example=table.example[order],
-        buckets=buckets,
-        start=np.append(start, len(order)),
+    return VectorTable(
+        vectors.T, table.position[order], table.bucket[order], table.example[order], table.window
     )
 
 
+def along(
+    queries: VectorTable, directions: Float[np.ndarray, "k dim"]
+) -> Float[np.ndarray, "k row"]:
+    """Every query's product with some directions, in one pass."""
+    product = np.empty((len(directions), len(queries.vectors)))
+    for begin in range(0, product.shape[1], _PART):
+        part = queries.vectors.T[:, begin : begin + _PART].astype(np.float64)
+        product[:, begin : begin + _PART] = directions @ part
+    return product
+
+
 def fit_components(
-    queries: Queries,
+    queries: VectorTable,
 ) -> tuple[Float[np.ndarray, " dim"], Float[np.ndarray, " dim"], Float[np.ndarray, " dim"]]:
     """Intercept, slope and R2 of every component on the raw position.
 
@@ -136,8 +105,8 @@ def fit_components(
     """
     centred_t = queries.position - queries.position.mean()
     spread = float(centred_t @ centred_t)
-    mean, product, total = np.zeros((3, len(queries.vectors)))
-    for index, values in enumerate(queries.vectors):
+    mean, product, total = np.zeros((3, queries.vectors.shape[1]))
+    for index, values in enumerate(queries.vectors.T):
         component = values.astype(np.float64)
         mean[index] = component.mean()
         component -= mean[index]
@@ -188,24 +157,24 @@ def reflection_matrix(v: Float[np.ndarray, " dim"], flip: float) -> Float[np.nda
 
 
 def bucket_moments(
-    queries: Queries, index: int
+    queries: VectorTable, index: int
 ) -> tuple[Float[np.ndarray, " dim"], Float[np.ndarray, "dim dim"]]:
     """Mean and covariance (n - 1) of one bucket's queries; a single query has covariance 0."""
-    inside = queries.vectors[:, queries.rows(index)].astype(np.float64)
+    inside = queries.vectors.T[:, queries.rows(index)].astype(np.float64)
     mean = inside.mean(axis=1)
     inside -= mean[:, None]
     return mean, inside @ inside.T / max(inside.shape[1] - 1, 1)
 
 
-def rotate_queries(queries: Queries, *, public: bool) -> Rotation:
+def rotate_queries(queries: VectorTable, *, public: bool) -> Rotation:
     """Fit positions and turn the first axis onto the slope."""
     alpha, beta, r2 = fit_components(queries)
     v, flip = reflect_onto(beta, public=public)
-    along_axis, along_v = queries.along(np.stack([reflection_axis(v, flip), v]))
+    along_axis, along_v = along(queries, np.stack([reflection_axis(v, flip), v]))
     return Rotation(alpha, beta, r2, v, flip, along_axis, along_v)
 
 
-def build_model(definition: Definition, queries: Queries, rotation: Rotation) -> QueryModel:
+def build_model(definition: Definition, queries: VectorTable, rotation: Rotation) -> QueryModel:
     """Means and covariance factors of every query bucket under one definition."""
     if definition == "linear-diagonal":
         return _linear_diagonal(queries, rotation)
@@ -218,7 +187,7 @@ def build_model(definition: Definition, queries: Queries, rotation: Rotation) ->
     return model if definition == "seed" else replace(model, keep_identical=False)
 
 
-def _seed(queries: Queries, rotation: Rotation) -> QueryModel:
+def _seed(queries: VectorTable, rotation: Rotation) -> QueryModel:
     """Along the positional axis the line and one variance; across it the bucket's own moments."""
     axis = rotation.axis
     residual = rotation.along_axis - rotation.line(queries.position)
@@ -233,9 +202,9 @@ def _seed(queries: Queries, rotation: Rotation) -> QueryModel:
     return QueryModel(means, tuple(factors), keep_identical=True)
 
 
-def _linear_diagonal(queries: Queries, rotation: Rotation) -> QueryModel:
+def _linear_diagonal(queries: VectorTable, rotation: Rotation) -> QueryModel:
     """The public code: one line and one variance for each rotated component, for all buckets."""
-    num_rows = queries.vectors.shape[1]
+    num_rows = len(queries.vectors)
     alpha, beta = rotation.alpha, rotation.beta
     basis = reflection_matrix(rotation.v, rotation.flip)
     variance = np.ones(len(beta))
@@ -267,7 +236,7 @@ def triangular(factor: Float[np.ndarray, "dim dim"]) -> Float[np.ndarray, "dim d
     return upper.T
 
 
-def predict_positions(queries: Queries, rotation: Rotation) -> dict[str, float]:
+def predict_positions(queries: VectorTable, rotation: Rotation) -> dict[str, float]:
     """Columns on how well the projection onto the slope tells log2(position + 1), by regression.
 
     The ratio is the projection's error over that of always saying the mean; 1 if both are 0.
@@ -280,7 +249,7 @@ def predict_positions(queries: Queries, rotation: Rotation) -> dict[str, float]:
     if size >= FLOOR:
         projection = rotation.along_axis - rotation.along_axis.mean()
     elif size > 0:  # too short to rotate onto, but still a direction
-        projection = queries.along(rotation.beta[None] / size)[0]
+        projection = along(queries, rotation.beta[None] / size)[0]
         projection -= projection.mean()
     spread, total = float(projection @ projection), float(centred @ centred)
     r2, error = 0.0, baseline

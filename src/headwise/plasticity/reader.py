@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +44,48 @@ _HEAD_FOLDER = re.compile(r"l(\d{2,})h(\d{2,})([qk])")
 
 @dataclass(frozen=True)
 class VectorTable:
-    """The rows of one head and kind: a vector with its position, bucket and document."""
+    """The rows of one head and kind: a vector with its position, bucket and document.
+
+    Vectors stay the float32 that they were captured in; every sum over them is in float64. What is
+    said by bucket holds once `sort_queries` or `sort_keys` has sorted the rows by bucket.
+    """
 
     vectors: Float32[np.ndarray, "row dim"]
     position: Int64[np.ndarray, " row"]
     bucket: Int64[np.ndarray, " row"]
     example: Int64[np.ndarray, " row"]
     window: int | None  # sliding window in tokens, None for full attention
+
+    @cached_property
+    def buckets(self) -> Int64[np.ndarray, " bucket"]:
+        """The distinct buckets, ascending."""
+        return np.unique(self.bucket)
+
+    @cached_property
+    def start(self) -> Int64[np.ndarray, " bucket_and_one"]:
+        """Rows of bucket i: from start[i] to start[i + 1]."""
+        return np.append(np.searchsorted(self.bucket, self.buckets), len(self.bucket))
+
+    @property
+    def counts(self) -> Int64[np.ndarray, " bucket"]:
+        """Rows in each bucket."""
+        return np.asarray(np.diff(self.start))
+
+    def rows(self, index: int) -> slice:
+        """The rows of one bucket."""
+        return slice(int(self.start[index]), int(self.start[index + 1]))
+
+    @property
+    def mean_positions(self) -> Float[np.ndarray, " bucket"]:
+        """The mean position of each bucket's rows (tau)."""
+        return np.asarray(np.add.reduceat(self.position, self.start[:-1]) / self.counts)
+
+    def passages_of(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Start and size of the passages (of one document) of two rows or more in one bucket."""
+        rows = self.rows(index)
+        start = rows.start + np.flatnonzero(np.r_[True, np.diff(self.example[rows]) != 0])
+        size = np.diff(np.append(start, rows.stop))
+        return start[size >= 2], size[size >= 2]
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ Invariant: a settings value is complete and valid; an unknown key never passes s
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal
@@ -56,6 +57,14 @@ _NOT_IN_HASH = {
 }
 
 
+def parse_buckets(text: str) -> tuple[str, int]:
+    """Read `uniform:512` or `log2:128`."""
+    match = re.fullmatch(r"(uniform|log2):([0-9]{1,9})", text)
+    if match is None or int(match[2]) < 1:
+        raise SettingsError(f"unknown buckets {text[:40]!r}", fix="uniform:512 or log2:128")
+    return match[1], int(match[2])
+
+
 @dataclass(frozen=True)
 class CaptureSettings:
     """What is captured; two captures with equal settings and texts give equal files."""
@@ -71,8 +80,6 @@ class CaptureSettings:
     bos: bool | None = None  # None: as the model is read
 
     def __post_init__(self) -> None:
-        from headwise.plasticity.buckets import Buckets  # late: it needs numpy, `--help` does not
-
         if self.base_rate is not None and not 0 < self.base_rate < math.inf:
             raise SettingsError(
                 f"a base rate of {self.base_rate} keeps nothing",
@@ -82,7 +89,7 @@ class CaptureSettings:
             raise SettingsError("max_length must be 2 or more", fix="leave it out for 512")
         if self.seed < 0:
             raise SettingsError(f"a seed of {self.seed}", fix="pass 0 or more")
-        Buckets.parse(self.buckets)
+        parse_buckets(self.buckets)
 
 
 class PlasticitySettings(BaseModel):

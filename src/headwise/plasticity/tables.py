@@ -20,7 +20,6 @@ from headwise.plasticity.values import (
     HeadFailure,
     HeadGrid,
     HeadRecord,
-    PlasticityProvenance,
     PlasticitySummary,
 )
 
@@ -162,7 +161,8 @@ def make_summary(
         mean={name: _mean(getattr(head, name) for head in heads) for name in averaged},
         inter_key_distance=distance_map(heads),
         failures=tuple(failures),
-        provenance=PlasticityProvenance(settings, versions()),
+        settings=settings,
+        versions=versions(),
     )
 
 

@@ -22,8 +22,9 @@ from jaxtyping import Bool, Float, Int, Int64
 from scipy.linalg.blas import dtrmm
 from scipy.special import ndtr
 
-from headwise.plasticity.key_pairs import PairBatch, SortedKeys
-from headwise.plasticity.query_model import FLOOR, Queries, QueryModel
+from headwise.plasticity.key_pairs import PairBatch
+from headwise.plasticity.query_model import FLOOR, QueryModel
+from headwise.plasticity.reader import VectorTable
 from headwise.plasticity.settings import Definition
 from headwise.plasticity.values import Cell, DistanceBin, defined
 
@@ -33,7 +34,7 @@ DISTANCE_BINS = 32  # powers of two tokens
 
 
 def open_cells(
-    queries: Queries, keys: SortedKeys, window: int | None, *, window_in_buckets: bool
+    queries: VectorTable, keys: VectorTable, *, window_in_buckets: bool
 ) -> Bool[np.ndarray, "bucket key_bucket"]:
     """Which key buckets lie before a query bucket and inside its sliding window.
 
@@ -42,12 +43,13 @@ def open_cells(
     """
     q_bucket, k_bucket = queries.buckets[:, None], keys.buckets[None, :]
     before: np.ndarray = (k_bucket < q_bucket) & (q_bucket > 0)
+    window = queries.window
     if window is None:
         return before
     if window_in_buckets:
         return before & (k_bucket >= q_bucket - max(window, 1))
     first_query = np.minimum.reduceat(queries.position, queries.start[:-1])
-    last_key = np.maximum.reduceat(keys.position, keys.bucket_start[:-1])
+    last_key = np.maximum.reduceat(keys.position, keys.start[:-1])
     return before & (first_query[:, None] - last_key[None, :] < window)
 
 
@@ -69,7 +71,7 @@ def document_index(
 
 def make_probes(
     definition: Definition,
-    queries: Queries,
+    queries: VectorTable,
     axis: Float[np.ndarray, " dim"],
     documents: Int64[np.ndarray, " document"],
 ) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
@@ -81,7 +83,7 @@ def make_probes(
     for index in range(len(queries.buckets)):
         rows = queries.rows(index)
         inside = place[rows] < len(documents)
-        vectors = queries.vectors[:, rows]
+        vectors = queries.vectors.T[:, rows]
         chosen = np.ascontiguousarray((vectors[:, inside] - vectors.mean(axis=1, keepdims=True)).T)
         if definition == "seed":  # the positional part comes from the line, not from the bucket
             single = axis.astype(np.float32)
@@ -154,14 +156,14 @@ class Tally:
     """One query head against its keys: what scores their pairs, and the running sums."""
 
     definition: Definition
-    keys: SortedKeys
+    keys: VectorTable
     buckets: Int64[np.ndarray, " bucket"]
     counts: Int64[np.ndarray, " bucket"]
     tau: Float[np.ndarray, " bucket"]
     open: Bool[np.ndarray, "bucket key_bucket"]  # which cells exist
     min_queries: int
     model: QueryModel
-    queries: Queries | None  # kept only for `empirical`: they are most of a head's memory
+    queries: VectorTable | None  # kept only for `empirical`: they are most of a head's memory
     documents: Int64[np.ndarray, " document"]  # those that carry the standard error
     num_documents: int
     probes: tuple[tuple[np.ndarray, np.ndarray], ...]  # per bucket: centred queries, document
@@ -263,7 +265,7 @@ class Tally:
 
     def cells(self) -> tuple[Cell, ...]:
         """The head's cells in order of (query bucket, key bucket)."""
-        values, keys_in = self._values(), np.diff(self.keys.bucket_start)
+        values, keys_in = self._values(), self.keys.counts
         return tuple(
             Cell(
                 q_bucket=int(self.buckets[row]),
@@ -280,7 +282,7 @@ class Tally:
 
     def overall(self) -> tuple[float | None, float | None]:
         """The weighted mean over cells, and its standard error."""
-        weight = np.outer(self.counts, np.diff(self.keys.bucket_start)).astype(np.float64)
+        weight = np.outer(self.counts, self.keys.counts).astype(np.float64)
         if not self.weighted:
             weight = np.ones_like(weight)
         weight[self.count == 0] = 0.0

@@ -205,14 +205,6 @@ class DistanceMap:
 
 
 @dataclass(frozen=True)
-class PlasticityProvenance:
-    """The settings of a run, and the versions that can change a number."""
-
-    settings: PlasticitySettings
-    versions: dict[str, str]
-
-
-@dataclass(frozen=True)
 class PlasticitySummary:
     """One run's `plasticity.json`."""
 
@@ -222,25 +214,34 @@ class PlasticitySummary:
     mean: dict[str, float | None]
     inter_key_distance: DistanceMap
     failures: tuple[HeadFailure, ...]
-    provenance: PlasticityProvenance
+    settings: PlasticitySettings
+    versions: dict[str, str]  # that can change a number
 
     def measured_like(self, other: PlasticitySummary) -> bool:
         """Whether two captures were measured with the same settings."""
         mine, yours = (
-            summary.provenance.settings.model_dump(exclude=_MAY_DIFFER) for summary in (self, other)
+            summary.settings.model_dump(exclude=_MAY_DIFFER) for summary in (self, other)
         )
         return mine == yours
 
     def save(self, path: Path) -> Path:
         """Write `plasticity.json`."""
-        settings = self.provenance.settings.model_dump(mode="json", exclude=_NOT_SAVED)
-        provenance = {"settings": settings, "versions": self.provenance.versions}
-        return save_artefact(path, "plasticity", {**to_plain(self), "provenance": provenance})
+        body = to_plain(self)
+        body["provenance"] = {
+            "settings": self.settings.model_dump(mode="json", exclude=_NOT_SAVED),
+            "versions": body.pop("versions"),
+        }
+        del body["settings"]
+        return save_artefact(path, "plasticity", body)
 
     @staticmethod
     def load(path: Path) -> PlasticitySummary:
         """Read `plasticity.json`; a damaged one is an `ArtefactError`."""
-        summary = from_plain(PlasticitySummary, load_artefact(path, "plasticity"), path)
+        body = load_artefact(path, "plasticity")
+        provenance = body.pop("provenance", None)
+        if not isinstance(provenance, dict):
+            raise ArtefactError("no provenance in it", where=path, fix="measure the heads again")
+        summary = from_plain(PlasticitySummary, {**body, **provenance}, path)
         for name in MAPS:
             if name not in summary.maps:
                 raise ArtefactError(f"no map {name}", where=path, fix="measure the heads again")

@@ -22,7 +22,7 @@ from headwise.heads import Head
 from headwise.integrity.checksums import file_checksum, require_same
 from headwise.models.architectures import Geometry
 from headwise.models.tensor_files import verified_metadata, write_safetensors
-from headwise.plasticity.buckets import Buckets
+from headwise.plasticity.buckets import bucket_of
 from headwise.plasticity.values import CaptureInfo
 
 DATA, DONE = "data.parquet", "done"  # of a head; the list of a finished portion's files
@@ -81,7 +81,7 @@ def assemble(
     heads: list[Head],
     groups: Mapping[int, int],
     windows: dict[int, int | None],
-    buckets: Buckets,
+    buckets: str,
 ) -> dict[str, int]:
     """One Parquet file per head and kind, a row group per portion; arrays are memory-mapped."""
     portions = sorted(staging.glob("portion-*"))
@@ -99,7 +99,7 @@ def _write_head(
     path: Path,
     portions: list[Path],
     which: tuple[int, int, str],
-    buckets: Buckets,
+    buckets: str,
     window: int | None,
 ) -> int:
     dim = _staged(portions[0], which)[2].shape[1]
@@ -139,7 +139,7 @@ def _staged(
 def _table(
     folder: Path,
     which: tuple[int, int, str],
-    buckets: Buckets,
+    buckets: str,
     window: int | None,
     schema: pa.Schema,
 ) -> pa.Table:
@@ -148,7 +148,7 @@ def _table(
     count = len(position)
     return pa.table(
         [
-            pa.array(buckets.of(position).astype(np.int32)),
+            pa.array(bucket_of(buckets, position).astype(np.int32)),
             pa.array(example.astype(np.int32)),
             pa.array(position.astype(np.int32)),
             pa.FixedSizeListArray.from_arrays(flat, vectors.shape[1]),

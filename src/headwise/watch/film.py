@@ -42,7 +42,7 @@ WATCH, FILM = "watch.json", "watch.jsonl"
 
 
 @dataclass(frozen=True)
-class Reading:
+class FilmReading:
     """Every head after so many optimizer steps, on the probe texts."""
 
     step: int
@@ -94,11 +94,11 @@ class WatchSettings:
         parts = [self.model.shape, measured.texts, measured.settings, self.thresholds]
         return content_hash([to_json(to_plain(parts))])
 
-    def reading(self, step: int, maps: Mapping[str, np.ndarray]) -> Reading:
+    def reading(self, step: int, maps: Mapping[str, np.ndarray]) -> FilmReading:
         """A reading with its sick heads named."""
         found = self.diagnosed(maps)
         heads = heads_where(found.sick, self.model.layers)
-        return Reading(step, maps, tuple(str(head) for head in heads))
+        return FilmReading(step, maps, tuple(str(head) for head in heads))
 
     def diagnosed(self, maps: Mapping[str, np.ndarray]) -> Diagnosis:
         """The maps of one reading with the classes of heads, by the rule of a diagnosis."""
@@ -112,7 +112,7 @@ class Film:
     """A run's readings in order of steps."""
 
     settings: WatchSettings
-    readings: tuple[Reading, ...] = field(default=(), repr=False)
+    readings: tuple[FilmReading, ...] = field(default=(), repr=False)
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -143,7 +143,7 @@ class Film:
         """One reading as a diagnosis; the last one by default."""
         return self.settings.diagnosed(self.readings[place].maps)
 
-    def with_reading(self, reading: Reading) -> Film:
+    def with_reading(self, reading: FilmReading) -> Film:
         """The film with one more reading."""
         if self.readings and reading.step <= self.readings[-1].step:
             raise ArtefactError(
@@ -152,7 +152,7 @@ class Film:
             )
         return replace(self, readings=(*self.readings, reading))
 
-    def judged(self, reading: Reading) -> Reading:
+    def judged(self, reading: FilmReading) -> FilmReading:
         """The next reading with the alarms it raises; each head and kind is called once."""
         later, model = self.with_reading(reading), self.settings.model
         known = {(alarm.kind, alarm.head) for alarm in self.alarms}
@@ -171,7 +171,7 @@ class Film:
 
         return frame([row for reading in self.readings for row in self._rows(reading)])
 
-    def _rows(self, reading: Reading) -> list[dict[str, object]]:
+    def _rows(self, reading: FilmReading) -> list[dict[str, object]]:
         model = self.settings.model
         return [
             {
@@ -207,13 +207,13 @@ class Film:
                 fix="restore the file, or film again into another folder",
             )
         film = Film(settings)
-        for reading in (from_plain(Reading, row, folder / FILM) for row in rows):
+        for reading in (from_plain(FilmReading, row, folder / FILM) for row in rows):
             _require_shape(reading, settings.model.shape, folder / FILM)
             film = film.with_reading(reading)
         return film
 
 
-def _require_shape(reading: Reading, shape: tuple[int, int], path: Path) -> None:
+def _require_shape(reading: FilmReading, shape: tuple[int, int], path: Path) -> None:
     wrong = [name for name, values in reading.maps.items() if values.shape != shape]
     if wrong:
         raise ArtefactError(

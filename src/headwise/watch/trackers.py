@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from headwise.errors import HeadwiseError
-from headwise.watch.film import Reading
+from headwise.watch.film import FilmReading
 
 PREFIX = "heads"
 HISTOGRAMS = ("first_token_mass", "entropy", "output_norm", "max_logit")
@@ -25,7 +25,7 @@ _CELL = 16  # pixels of one head
 _RAMP = ((0, 34, 78), (59, 73, 108), (112, 113, 115), (165, 156, 116), (254, 232, 56))
 
 
-def head_picture(reading: Reading) -> UInt8[np.ndarray, "height width 3"]:
+def head_picture(reading: FilmReading) -> UInt8[np.ndarray, "height width 3"]:
     """First-token mass of every head as an image: layer 0 at the bottom, bright is sick."""
     mass = np.clip(np.flipud(reading.maps["first_token_mass"]), 0, 1) * (len(_RAMP) - 1)
     channels = [np.interp(mass, range(len(_RAMP)), stops) for stops in zip(*_RAMP, strict=True)]
@@ -33,7 +33,7 @@ def head_picture(reading: Reading) -> UInt8[np.ndarray, "height width 3"]:
     return np.asarray(whole.astype(np.uint8))
 
 
-def log_reading(tracker: Any, reading: Reading) -> None:
+def log_reading(tracker: Any, reading: FilmReading) -> None:
     """Log one reading in one tracker."""
     if hasattr(tracker, "add_scalar"):
         return _log_to_tensorboard(tracker, reading)
@@ -50,7 +50,7 @@ def log_reading(tracker: Any, reading: Reading) -> None:
     )
 
 
-def _log_to_tensorboard(writer: Any, reading: Reading) -> None:
+def _log_to_tensorboard(writer: Any, reading: FilmReading) -> None:
     for name, value in reading.scalars.items():
         writer.add_scalar(f"{PREFIX}/{name}", value, reading.step)
     picture = head_picture(reading)
@@ -62,7 +62,7 @@ def _log_to_tensorboard(writer: Any, reading: Reading) -> None:
     writer.flush()
 
 
-def _log_to_run(run: Any, library: Any, reading: Reading) -> None:
+def _log_to_run(run: Any, library: Any, reading: FilmReading) -> None:
     """One log call; the step is a field, as transformers' own callbacks have it."""
     values: dict[str, object] = {f"{PREFIX}/{n}": v for n, v in reading.scalars.items()}
     values[f"{PREFIX}/grid"] = library.Image(head_picture(reading))
