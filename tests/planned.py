@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from contextlib import contextmanager
 
 import torch
@@ -74,10 +75,10 @@ def random_corpus(train=8, validation=2, length=16, vocabulary=97) -> Corpus:
 
 
 def small_texts(count=120) -> TextSet:
-    """Distinct short documents, enough for a validation split by hash."""
-    return TextSet(
-        "small", tuple(f"{i} {SENTENCES[i % 5]} {SENTENCES[(i * 3 + 1) % 5]}" for i in range(count))
-    )
+    """Distinct short documents, enough for a validation split by hash; no near-duplicates."""
+    words = [f"{SENTENCES[i % 5]} {SENTENCES[(i * 3 + 1) % 5]}".split() for i in range(count)]
+    shuffled = [random.Random(i).sample(some, len(some)) for i, some in enumerate(words)]
+    return TextSet("small", tuple(f"{i} {' '.join(some)}" for i, some in enumerate(shuffled)))
 
 
 def weight_bits(model):

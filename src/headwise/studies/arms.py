@@ -30,7 +30,7 @@ from headwise.studies.study import PlanChoice, Study, StudyArm
 from headwise.surgery.fitting import first_recipe, fit_request
 from headwise.surgery.plan import SurgeryPlan, make_plan, operated_heads
 from headwise.surgery.run_state import RUN
-from headwise.surgery.settings import RepairRequest
+from headwise.surgery.settings import AUTO, RepairRequest
 from headwise.surgery.values import PATCH
 from headwise.texts.corpus import Corpus
 from headwise.texts.text_sets import TextSet, read_texts
@@ -60,7 +60,10 @@ class StudySetting:
         key = (name, recipe.block, recipe.batch_tokens)
         if key not in self.corpora:
             texts = self.study.corpus_texts(name)
-            self.corpora[key] = fit_request(self.loaded, request, texts, self.excluded)[1]
+            judged = any(arm.treatment == AUTO for arm in self.study.arms)
+            self.corpora[key] = fit_request(
+                self.loaded, request, texts, self.excluded, judged=judged
+            )[1]
         return self.corpora[key]
 
     def origin(self, patch: str | None = None) -> Origin:

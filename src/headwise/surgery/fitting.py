@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedModel
 
+from headwise.intervals import FEWEST
 from headwise.models.architectures import max_positions
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.rope import length_class
@@ -45,13 +46,22 @@ def fit_request(
     request: RepairRequest,
     corpus: TextSet | Corpus | Sequence[str] | None,
     excluded: Sequence[str] = (),
+    *,
+    judged: bool = False,
 ) -> tuple[Recipe, Corpus]:
-    """The recipe of a run, and the corpus in its blocks without the `excluded` texts."""
+    """The recipe of a run, and the corpus in its blocks without the `excluded` texts.
+
+    With `judged` a small corpus gives up to half of its documents for a verdict.
+    """
     recipe = first_recipe(loaded.id, loaded.model, request)
     fitted = _given(loaded.id, request) is None
     # a fitted batch follows from the tokens, so the corpus need not fill the one of the start
     smallest = changed(recipe, batch_size=1, accumulation=1) if fitted else recipe
-    blocks = corpus if isinstance(corpus, Corpus) else _cut(loaded, corpus, smallest, excluded)
+    blocks = (
+        corpus
+        if isinstance(corpus, Corpus)
+        else _cut(loaded, corpus, smallest, excluded, FEWEST * judged)
+    )
     blocks = split_blocks(blocks, length_class(loaded.model))
     if fitted:
         recipe = changed(fit_corpus(recipe, blocks.info.train_tokens), **request.changes)
@@ -64,12 +74,14 @@ def _cut(
     texts: TextSet | Sequence[str] | None,
     recipe: Recipe,
     excluded: Sequence[str],
+    fewest: int,
 ) -> Corpus:
     return build_corpus(
         default_corpus(loaded.id) if texts is None else as_text_set(texts, loaded.id),
         loaded.tokenizer,
         block=recipe.block,
         batch_tokens=recipe.batch_tokens,
+        fewest_validation=fewest,
         excluded=excluded,
         first_token=loaded.first_token,
     )

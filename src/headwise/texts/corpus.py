@@ -2,7 +2,8 @@
 
 A block holds about `block` tokens of whole pieces. Every piece is its own row, so no token sees or
 predicts across a document boundary. Which document lands in which split depends on its content
-alone, so train and validation are disjoint by construction, also across runs and corpora.
+alone, so train and validation are disjoint by construction, also across runs and corpora. Only
+near-duplicates go where the first of them in alphabetical order goes: none of them crosses.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from jaxtyping import Bool, Int
 from transformers import PreTrainedTokenizerBase
 
 from headwise.artefacts import content_hash
@@ -20,6 +22,7 @@ from headwise.models.first_token import FirstToken
 from headwise.models.rope import LengthClass
 from headwise.texts.batches import Batch, batches, split_batch, token_ids
 from headwise.texts.corpus_info import CorpusInfo
+from headwise.texts.near_duplicates import near_duplicate_groups, near_duplicates_of
 from headwise.texts.text_sets import TextSet, document_hash
 
 VALIDATION_SHARE = 0.05
@@ -39,8 +42,40 @@ class Corpus:
 
 def in_validation(text: str, share: float = VALIDATION_SHARE) -> bool:
     """Whether a document belongs to validation: decided by its content hash."""
+    return _bucket(text) < share * _BUCKETS
+
+
+def _bucket(text: str) -> int:
     digest = hashlib.sha256(text.encode()).digest()
-    return int.from_bytes(digest[:8], "little") % _BUCKETS < share * _BUCKETS
+    return int.from_bytes(digest[:8], "little") % _BUCKETS
+
+
+def held_out(
+    texts: Sequence[str],
+    groups: Int[np.ndarray, "document"],
+    share: float = VALIDATION_SHARE,
+    fewest: int = 0,
+) -> Bool[np.ndarray, "document"]:
+    """Which documents are validation text: a group of near-duplicates goes as a whole.
+
+    The share grows until `fewest` groups are validation text, at most half of all: what is
+    validation text at a small share still is at a larger one.
+    """
+    first: dict[int, str] = {}
+    for group, text in zip(groups.tolist(), texts, strict=True):
+        first[group] = min(first.get(group, text), text)
+    buckets = np.array([_bucket(first[group]) for group in sorted(first)])
+    border = share * _BUCKETS
+    if 0 < fewest <= len(buckets) // 2:
+        border = max(border, np.sort(buckets)[fewest - 1] + 1)
+    held: Bool[np.ndarray, "document"] = buckets[groups] < border
+    return held
+
+
+def validation_documents(texts: Sequence[str]) -> list[str]:
+    """The documents of a corpus that no repair is trained on."""
+    held = held_out(texts, near_duplicate_groups(texts))
+    return [text for text, yes in zip(texts, held, strict=True) if yes]
 
 
 def build_corpus(
@@ -50,21 +85,33 @@ def build_corpus(
     block: int,
     batch_tokens: int,
     validation_share: float = VALIDATION_SHARE,
+    fewest_validation: int = 0,
     excluded: Sequence[str] = (),
     first_token: FirstToken | None = None,
 ) -> Corpus:
-    """Tokenise, split and group a corpus; `excluded` documents (evaluation texts) are left out.
+    """Tokenise, split and group a corpus without `excluded` texts and near-duplicates of them.
 
-    Without a `first_token` documents start as the tokenizer has them.
+    Where 5% of a small corpus are fewer than `fewest_validation` documents, validation gets up to
+    half. Without a `first_token` documents start as the tokenizer has them.
     """
     forbidden = {content_hash([text]) for text in excluded}
     unique = list(dict.fromkeys(texts.texts))
-    kept = [text for text in unique if content_hash([text]) not in forbidden]
-    parts = {
-        "train": [text for text in kept if not in_validation(text, validation_share)],
-        "validation": [text for text in kept if in_validation(text, validation_share)],
+    other = [text for text in unique if content_hash([text]) not in forbidden]
+    near = near_duplicates_of(other, excluded)
+    kept = [text for text, alike in zip(other, near, strict=True) if not alike]
+    groups = near_duplicate_groups(kept) if validation_share else np.arange(len(kept))
+    held = held_out(kept, groups, validation_share, fewest_validation)
+    places = {"train": np.flatnonzero(~held), "validation": np.flatnonzero(held)}
+    blocks = {
+        name: _blocks([kept[i] for i in some], tokenizer, block, first_token)
+        for name, some in places.items()
     }
-    blocks = {name: _blocks(docs, tokenizer, block, first_token) for name, docs in parts.items()}
+    # near-duplicates are no independent evidence: in validation they count as one document
+    owners = np.unique(groups[held], return_index=True, return_inverse=True)
+    first = owners[1][owners[2]].tolist()
+    blocks["validation"] = [
+        replace(b, index=tuple(first[i] for i in b.index)) for b in blocks["validation"]
+    ]
     tokens = {name: sum(int(b.lengths.sum()) for b in found) for name, found in blocks.items()}
     if tokens["train"] < batch_tokens:
         raise TextError(
@@ -77,9 +124,11 @@ def build_corpus(
         sha256=texts.sha256,
         documents=len(texts.texts),
         duplicates=len(texts.texts) - len(unique),
-        excluded=len(unique) - len(kept),
-        train_documents=len(parts["train"]),
-        validation_documents=len(parts["validation"]),
+        excluded=len(unique) - len(other),
+        near_duplicates=len(kept) - len(np.unique(groups)),
+        near_excluded=len(other) - len(kept),
+        train_documents=len(places["train"]),
+        validation_documents=len(places["validation"]),
         train_tokens=tokens["train"],
         validation_tokens=tokens["validation"],
     )

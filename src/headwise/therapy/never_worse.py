@@ -21,7 +21,7 @@ from headwise.intervals import FEWEST, Interval, paired_interval
 from headwise.models.architectures import backbone_of, device_of
 from headwise.models.patch import Patch
 from headwise.texts.batches import Batch
-from headwise.texts.corpus import VALIDATION_SHARE, Corpus, spread_blocks
+from headwise.texts.corpus import Corpus, spread_blocks
 
 ENOUGH = 32  # unseen documents, with fewer all are judged: the interval would be too wide
 MOST = 512  # blocks of a large corpus that are read: more would only narrow the interval
@@ -35,9 +35,9 @@ def require_validation(corpus: Corpus) -> None:
             f"auto needs {FEWEST} validation documents to know whether a repair is better, and "
             f"this corpus has {documents}",
             where=f"{corpus.name}: {corpus.info.documents} documents",
-            fix=f"one document in {1 / VALIDATION_SHARE:.0f} becomes validation text: add about "
-            f"{(FEWEST - documents) / VALIDATION_SHARE:.0f} documents, as a folder of files, a "
-            ".jsonl, or a .txt with a text on each line and --lines",
+            fix=f"up to half of a small corpus becomes validation text, near-duplicates count as "
+            f"one: add {2 * (FEWEST - documents)} different documents or more, as a folder of "
+            "files, a .jsonl, or a .txt with a text on each line and --lines",
         )
 
 

@@ -43,6 +43,7 @@ from headwise.surgery.sink_directions import LayerDirections
 from headwise.surgery.treatments import with_treatment
 from headwise.surgery.values import PATCH, Outcome, RunSettings, chosen_before, is_finished
 from headwise.texts.corpus import Corpus, build_corpus, split_blocks, spread_blocks
+from headwise.texts.corpus_info import CorpusInfo
 from headwise.texts.text_sets import TextSet, as_text_set, default_texts
 from headwise.texts.unigram import unigram_loss
 from headwise.therapy.auto import choice_blocks, without_targets, write_plan
@@ -172,7 +173,8 @@ def fulfil(
     """Carry a request out; `keep` and `excluded` are the texts that it names."""
     loaded, plan, fingerprint = _planned(loaded, request, progress)
     stage("tokenising the corpus", progress)
-    recipe, blocks = fit_request(loaded, request, corpus, excluded)
+    recipe, blocks = fit_request(loaded, request, corpus, excluded, judged=request.auto)
+    _tell_corpus(blocks.info, progress)
     if request.auto:
         require_validation(blocks)
     if recipe.steps:
@@ -243,6 +245,21 @@ def _asked_work(asked: RunSettings) -> Work:
     weights = 0 if plan.summary is None else plan.summary.trainable_weights
     heads = every if search else len(plan.target_heads)
     return repair_work(asked.recipe, heads, weights, auto=auto, search=search)
+
+
+def _tell_corpus(info: CorpusInfo, progress: Progress) -> None:
+    """What near-duplicates did to the corpus, where there are any."""
+    if info.near_excluded:
+        stage(
+            f"{info.near_excluded} documents are left out: near-duplicates of evaluation texts",
+            progress,
+        )
+    if info.near_duplicates:
+        stage(
+            f"{info.near_duplicates} documents are near-duplicates of others: each stays on their "
+            "side of the split, and in validation they count as one",
+            progress,
+        )
 
 
 def _tell_recipe(recipe: Recipe, loaded: LoadedModel, corpus: Corpus, progress: Progress) -> None:

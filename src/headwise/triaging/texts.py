@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headwise.texts.corpus import in_validation
+from headwise.texts.corpus import validation_documents
 from headwise.texts.text_sets import TextSet, bundled_texts, default_corpus
 
 
@@ -13,5 +13,5 @@ def triage_texts(model_name: str) -> TextSet:
     """
     if model_name != "patient":
         return bundled_texts()
-    texts = tuple(text for text in default_corpus(model_name).texts if in_validation(text))
-    return TextSet("patient-validation", texts)
+    texts = validation_documents(default_corpus(model_name).texts)
+    return TextSet("patient-validation", tuple(texts))
