@@ -29,8 +29,9 @@ from headwise.settings import changed
 from headwise.studies.study import PlanChoice, Study, StudyArm
 from headwise.surgery.fitting import first_recipe, fit_request
 from headwise.surgery.plan import SurgeryPlan, make_plan, operated_heads
+from headwise.surgery.plan_settings import AUTO
 from headwise.surgery.run_state import RUN
-from headwise.surgery.settings import AUTO, RepairRequest
+from headwise.surgery.settings import RepairRequest
 from headwise.surgery.values import PATCH
 from headwise.texts.corpus import Corpus
 from headwise.texts.text_sets import TextSet, read_texts
