@@ -15,6 +15,7 @@ from conftest import tiny_language_model, tiny_tokenizer
 from headwise.artefacts import save_artefact
 from headwise.cli import app
 from headwise.diagnosis.figures import diagnosis_figures
+from headwise.handover.push import push
 from headwise.plasticity.settings import CaptureSettings
 from headwise.proof.completed_texts import read_prompts
 from headwise.proof.settings import Sampling
@@ -52,6 +53,8 @@ COMMANDS = {  # verb: what is typed, in the order of the story
     "capture": f"capture model {SHORT} --layers 0 --buckets uniform:8 --out qk",
     "plasticity": "plasticity qk --workers 1 --no-figures --out plasticity",
     "apply": f"apply model {PATCH} --out merged",
+    "export": f"export {PATCH} --peft adapter --full-rank",
+    "push": "push merged ./pushed --run run",
     "report": "report run --before before --after after --no-paper --out report",
     "watch": f"watch training {SHORT} --no-figures --out film",
     "study": "study study.yaml --out study --no-report",
@@ -112,6 +115,10 @@ def by_library(verb):
         headwise.measure_plasticity("qk", out="plasticity", max_workers=1)
     elif verb == "apply":
         headwise.apply_patches(loaded, [headwise.Patch.load(PATCH)], "merged")
+    elif verb == "export":
+        headwise.export_peft(loaded, headwise.Patch.load(PATCH), "adapter", full_rank=True)
+    elif verb == "push":
+        push("merged", "./pushed", run="run")
     elif verb == "report":
         headwise.write_report(
             "run", "report", before=Path("before"), after=Path("after"), paper=False
@@ -122,7 +129,7 @@ def by_library(verb):
         headwise.run_study("study.yaml", out="study")
 
 
-NO_MODEL = {"survey", "plan", "compare", "plasticity", "report", "watch", "study"}
+NO_MODEL = {"survey", "plan", "compare", "plasticity", "push", "report", "watch", "study"}
 
 
 def write_desk(folder, family):

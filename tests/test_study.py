@@ -125,6 +125,13 @@ def test_an_unknown_key_names_the_nearest_one(tmp_path, model_dir, corpus_dir):
         load_study(str(path))
 
 
+@pytest.mark.parametrize("plan", [{"head": "sick"}, {"init": "zero"}, {"seed": -1}])
+def test_a_plan_that_no_verb_would_take_is_refused(tmp_path, model_dir, corpus_dir, plan):
+    path = write_study(tmp_path / "s.yaml", model_dir, corpus_dir, plan=plan)
+    with pytest.raises(SettingsError, match=f"plan.{next(iter(plan))}"):
+        load_study(str(path))
+
+
 def test_an_unlisted_corpus_is_refused_before_anything_runs(tmp_path, model_dir, corpus_dir):
     path = write_study(tmp_path / "s.yaml", model_dir, corpus_dir, corpora={})
     with pytest.raises(SettingsError, match="not listed"):

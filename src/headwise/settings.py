@@ -98,7 +98,7 @@ def validated(kind: type[Settings], body: Mapping[str, Any], where: object) -> S
         for problem in error.errors():
             key = ".".join(map(str, problem["loc"]))
             message = f"{key}: {problem['msg']} (got {_short(problem['input'])})"
-            if problem["type"] == "extra_forbidden":
+            if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
                 near = difflib.get_close_matches(key, kind.model_fields, 1, cutoff=0.3)
                 message = f"unknown key {key!r}" + (f", did you mean {near[0]!r}?" if near else "")
             lines.append(message)

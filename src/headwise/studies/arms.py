@@ -13,6 +13,7 @@ from headwise.diagnosis.diagnose import diagnose
 from headwise.diagnosis.values import Diagnosis
 from headwise.errors import SelectionError
 from headwise.heads import Head
+from headwise.keywords import keywords_of
 from headwise.models.description import weight_fingerprint
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.loading import load_model
@@ -26,7 +27,7 @@ from headwise.proof.values import Comparison, Evaluation, identity_of
 from headwise.proof.zones import Map
 from headwise.provenance import STOCK, Origin, require_same_origin
 from headwise.settings import changed
-from headwise.studies.study import PlanChoice, Study, StudyArm
+from headwise.studies.study import Study, StudyArm
 from headwise.surgery.fitting import first_recipe, fit_request
 from headwise.surgery.plan import SurgeryPlan, make_plan, operated_heads
 from headwise.surgery.plan_settings import AUTO
@@ -86,7 +87,7 @@ def open_setting(study: Study, out: Path, progress: Progress = silent) -> StudyS
 
 def arm_plans(study: Study, stock: Diagnosis) -> dict[str, SurgeryPlan]:
     """The plan of every arm, before a seed is added to it."""
-    return {arm.name: _plan(stock, arm.plan or study.plan) for arm in study.arms}
+    return {arm.name: make_plan(stock, **keywords_of(arm.plan or study.plan)) for arm in study.arms}
 
 
 def stock_diagnosis(setting: StudySetting) -> Diagnosis:
@@ -107,10 +108,6 @@ def stock_diagnosis(setting: StudySetting) -> Diagnosis:
     )
     diagnosis.save(path)
     return diagnosis
-
-
-def _plan(diagnosis: Diagnosis, choice: PlanChoice) -> SurgeryPlan:
-    return make_plan(diagnosis, **choice.model_dump())
 
 
 def stock_evaluation(setting: StudySetting, plans: dict[str, SurgeryPlan]) -> Evaluation:
@@ -166,22 +163,22 @@ def run_arm(
     for number in range(1, arm.passes + 1):
         folder = run_folder(setting.out, arm.name, seed, number)
         if number > 1:
-            found = Evaluation.load(first / "evaluation.json")
+            evaluation = Evaluation.load(first / "evaluation.json")
             try:
-                plan = _second_plan(setting, arm, found)
+                plan = _second_plan(setting, arm, evaluation)
             except SelectionError:
-                told = f"{arm.name} s{seed}: nothing left to operate on in pass {number}"
-                stage(told, setting.progress)
+                message = f"{arm.name} s{seed}: nothing left to operate on in pass {number}"
+                stage(message, setting.progress)
                 return
         with applied(setting.loaded.model, patches):
             patches.append(_one_pass(setting, arm, seed, plan, folder))
         _prove(setting, patches, folder, before, run_maps(folder, first), arm.mode == "lora")
 
 
-def _second_plan(setting: StudySetting, arm: StudyArm, found: Evaluation) -> SurgeryPlan:
-    choice = changed(arm.plan or setting.study.plan, preset="pass2", heads=None)
+def _second_plan(setting: StudySetting, arm: StudyArm, evaluation: Evaluation) -> SurgeryPlan:
+    settings = replace(arm.plan or setting.study.plan, preset="pass2", heads=None)
     # the plan is for the model as it is now: base plus the patches of the first pass
-    return _plan(found.diagnosis, choice)
+    return make_plan(evaluation.diagnosis, **keywords_of(settings))
 
 
 def _one_pass(

@@ -16,6 +16,7 @@ from headwise.cost import assumed_seconds_per_token
 from headwise.diagnosis.values import Diagnosis
 from headwise.errors import HeadwiseError
 from headwise.heads import Head
+from headwise.keywords import keywords_of
 from headwise.models.architectures import geometry_of
 from headwise.models.patient import PATIENTS, patient_dir
 from headwise.models.slices import spans_of
@@ -96,7 +97,7 @@ def _operated(
 ) -> tuple[int, int]:
     """Heads and weights that a plan would touch; assumed until there is a diagnosis."""
     if stock is not None:
-        plan = make_plan(stock, **(arm.plan or study.plan).model_dump())
+        plan = make_plan(stock, **keywords_of(arm.plan or study.plan))
         assert plan.summary is not None
         return plan.summary.heads, plan.summary.trainable_weights
     shape = geometry_of(model)

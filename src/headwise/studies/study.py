@@ -14,7 +14,7 @@ from headwise.errors import ArtefactError, SettingsError
 from headwise.models.patient import PATIENTS, patient_texts
 from headwise.settings import read_yaml, validated
 from headwise.surgery.plan import SurgeryPlan
-from headwise.surgery.plan_settings import Compensate, Init, KvPolicy, Mode, Preset
+from headwise.surgery.plan_settings import Mode, PlanSettings
 from headwise.surgery.recipe import Recipe, default_recipe, recipe_named
 from headwise.surgery.settings import RepairRequest
 from headwise.texts.text_sets import TextSet, default_corpus, default_texts, read_texts
@@ -26,17 +26,6 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class PlanChoice(_Strict):
-    """How the heads of an arm are chosen from the diagnosis."""
-
-    heads: str | None = None
-    preset: Preset | None = None
-    column: int | None = None
-    init: Init = "xavier_normal"
-    compensate: Compensate = "none"
-    kv_policy: KvPolicy = "whole-group"
-
-
 class StudyArm(_Strict):
     """One condition; what is not given comes from the study."""
 
@@ -46,7 +35,7 @@ class StudyArm(_Strict):
     dose: float | None = None
     keep: list[str] = []  # sources of text on which the model is held to what stock says
     corpus: str = "train"
-    plan: PlanChoice | None = None
+    plan: PlanSettings | None = None
     passes: int = Field(default=1, ge=1, le=2)  # 2: a second pass on what is still, or newly, sick
     recipe: dict[str, Any] = {}  # changes to the study's recipe
     seeds: list[NonNegativeInt] | None = None
@@ -63,7 +52,7 @@ class Study(_Strict):
     bos: bool | None = None  # a BOS before every text, or none; by default decided at loading
     texts: list[str] = []  # held-out texts; empty: the model's default
     corpora: dict[str, list[str]] = {}  # name -> sources; `train` has a default for the patient
-    plan: PlanChoice = PlanChoice(preset="pass1")
+    plan: PlanSettings = PlanSettings(preset="pass1")
     recipe: str | None = None
     changes: dict[str, Any] = {}  # changes to that recipe
     arms: list[StudyArm] = Field(min_length=1)
@@ -147,10 +136,10 @@ def new_study(model: str, path: Path) -> Path:
 
 def started_study(path: Path) -> Study:
     """The study that a `study.json` says was started."""
-    told = load_artefact(path, "study").get("study")
-    if not isinstance(told, dict):
+    body = load_artefact(path, "study").get("study")
+    if not isinstance(body, dict):
         raise ArtefactError("it does not say which study", where=path, fix="use another --out")
-    return validated(Study, told, path)
+    return validated(Study, body, path)
 
 
 def load_study(name: str) -> Study:
@@ -159,7 +148,7 @@ def load_study(name: str) -> Study:
     if not is_there(path) and is_there(STUDIES / f"{path.stem}.yaml"):
         path = STUDIES / f"{path.stem}.yaml"
     if not is_there(path):
-        bundled = ", ".join(sorted(found.stem for found in STUDIES.glob("*.yaml")))
+        bundled = ", ".join(sorted(file.stem for file in STUDIES.glob("*.yaml")))
         raise SettingsError(
             "no such study", where=name, fix=f"pass a YAML file, or one of {bundled}"
         )

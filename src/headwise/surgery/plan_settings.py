@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 from typing_extensions import Doc
 
@@ -24,8 +24,9 @@ AUTO = "auto"  # the treatment that is chosen head by head
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """Keywords of `make_plan`, options of `headwise plan`."""
+    """Keywords of `make_plan`, options of `headwise plan`, `plan:` of a study and its arms."""
 
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
     heads: Annotated[str | None, Doc("e.g. 'L5-22H9-15 & sick'")] = None
     preset: Annotated[Preset | None, Doc("A selection of the paper's.")] = None
     column: Annotated[int | None, Doc("Head index for the preset column.")] = None
