@@ -1,4 +1,4 @@
-"""Alarms: what makes a number not worth believing, told in every place where the number is told."""
+"""Alarms: what makes a number not worth believing, shown wherever the number is shown."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def loss_alarms(
 
 def cure_alarms(before: float, after: float) -> tuple[Alarm, ...]:
     """A model that was unusable as loaded and is usable now was loaded wrongly, not cured."""
-    told = (
+    message = (
         f"unusable as loaded (loss {before:.2f} nats per token), {after:.2f} afterwards: that is "
         "no cure of heads; look at the first token, the tokenizer and the precision"
     )
-    return (Alarm("cured-an-unusable-model", told),)
+    return (Alarm("cured-an-unusable-model", message),)
 
 
 def merge_alarms(*groups: Iterable[Alarm]) -> tuple[Alarm, ...]:

@@ -202,11 +202,11 @@ def load_artefact(path: Path, kind: str | Iterable[str]) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """The versions that can change a number."""
-    found = {}
+    numbers = {}
     for package in ("headwise", "torch", "transformers", "numpy", "scipy"):
         with contextlib.suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            numbers[package] = version(package)
+    return numbers
 
 
 def content_hash(parts: Iterable[bytes | str]) -> str:

@@ -11,12 +11,15 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
+import psutil
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from headwise.errors import SettingsError
 from headwise.forward.layer_by_layer import embedding_by_rows, first_state, layer_at_hand, through
 from headwise.models.architectures import architecture_of, device_of, layers_of, max_positions
+from headwise.models.loading import free_memory
 from headwise.models.stored_weights import StoredWeights, stored_weights
 from headwise.progress import Work
 
@@ -36,14 +39,14 @@ class Cost:
 
     minutes: float
     gigabytes: float
-    available: float | None  # gigabytes; None where the system does not tell
+    available: float  # gigabytes
 
     @property
     def absurd(self) -> str:
         """Why nobody should start this by accident; empty if it is affordable."""
         if self.minutes > 60 * MOST_HOURS:
             return f"more than {MOST_HOURS:.0f} hours"
-        if self.available is not None and self.gigabytes > self.available:
+        if self.gigabytes > self.available:
             return f"more than the {self.available:.1f} GB that this process can have"
         return ""
 
@@ -59,23 +62,25 @@ def _duration(minutes: float) -> str:
 
 def estimate_cost(model: PreTrainedModel, work: Work) -> Cost:
     """Probe the model and price the work."""
-    resident, available = _memory()
-    stored = stored_weights(model)
-    held = max(resident, _weight_bytes(model)) if stored is None else resident
-    if stored is not None:
-        held += 2 * _layer_bytes(model, stored) + _FLOAT * work.waiting * _width(model)
+    resident, stored = int(psutil.Process().memory_info().rss), stored_weights(model)
+    if stored is None:
+        held = max(resident, sum(p.numel() * p.element_size() for p in model.parameters()))
+    else:
+        hidden = int(model.config.get_text_config().hidden_size)
+        held = resident + 2 * _layer_bytes(model, stored) + _FLOAT * work.waiting * hidden
     needed = held + _activation_bytes(model, work) + _TRAINED * work.trained
-    total = None if available is None else (available + resident) / 1e9
+    total = (free_memory() + resident) / 1e9
     seconds = work.tokens * seconds_per_token(model) + work.written / _DISK
     return Cost(seconds / 60, needed / 1e9, total)
 
 
 def seconds_per_token(model: PreTrainedModel) -> float:
     """Of a plain forward pass with its output head; of a streamed model without it."""
+    length = min(_PROBE, max_positions(model) or _PROBE)
+    ids = torch.arange(length)[None] % int(model.config.get_text_config().vocab_size)
     if stored_weights(model) is not None:
-        return _streamed_seconds_per_token(model)
-    length = _probe_length(model)
-    ids = torch.arange(length, device=device_of(model))[None] % _vocabulary(model)
+        return _streamed_seconds(model, ids) / length
+    ids = ids.to(device_of(model))
     for _ in range(2):  # the first one warms up
         start = time.perf_counter()
         with torch.inference_mode():
@@ -99,10 +104,8 @@ def assumed_seconds_per_token(parameters: int) -> float:
     return 2 * parameters / (_EFFICIENCY * operations_a_second)
 
 
-def _streamed_seconds_per_token(model: PreTrainedModel) -> float:
+def _streamed_seconds(model: PreTrainedModel, ids: Tensor) -> float:
     """Of all layers, from one that is read and then run twice; reading itself is once for all."""
-    length = _probe_length(model)
-    ids = torch.arange(length)[None] % _vocabulary(model)
     with embedding_by_rows(model):
         hidden = first_state(model, ids)
         with layer_at_hand(model, 0):
@@ -110,15 +113,7 @@ def _streamed_seconds_per_token(model: PreTrainedModel) -> float:
                 start = time.perf_counter()
                 through(model, ids, 0, hidden, None)
                 taken = time.perf_counter() - start
-    return taken / length * len(layers_of(model))
-
-
-def _probe_length(model: PreTrainedModel) -> int:
-    return min(_PROBE, max_positions(model) or _PROBE)
-
-
-def _vocabulary(model: PreTrainedModel) -> int:
-    return int(model.config.get_text_config().vocab_size)
+    return taken * len(layers_of(model))
 
 
 def _layer_bytes(model: PreTrainedModel, stored: StoredWeights) -> int:
@@ -131,12 +126,8 @@ def _layer_bytes(model: PreTrainedModel, stored: StoredWeights) -> int:
     return max(layers.values())
 
 
-def _width(model: PreTrainedModel) -> int:
-    return int(model.config.get_text_config().hidden_size)
-
-
 def require_affordable(cost: Cost, work: Work, yes: bool) -> None:
-    """Refuse what is absurd, unless it was said to be wanted."""
+    """Raise if the estimate exceeds what this machine can do and `yes` is false."""
     if cost.absurd and not yes:
         raise SettingsError(
             f"this would take {cost.absurd} ({cost})",
@@ -144,25 +135,12 @@ def require_affordable(cost: Cost, work: Work, yes: bool) -> None:
         )
 
 
-def _weight_bytes(model: PreTrainedModel) -> int:
-    return sum(p.numel() * p.element_size() for p in model.parameters())
-
-
 def _activation_bytes(model: PreTrainedModel, work: Work) -> int:
     """One layer of the batch, every layer of what is kept, and a chunk of logits with its slope."""
     config = model.config.get_text_config()
-    hidden = _width(model)
+    hidden = int(config.hidden_size)
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
     inner = max(inner) if isinstance(inner, (list, tuple)) else int(inner)  # one per layer
     token = _FLOAT * (8 * hidden + 3 * inner)  # of one layer
     logits = 2 * _FLOAT * min(_CHUNK, work.batch) * int(config.vocab_size)
     return work.batch * token + work.kept * token * int(config.num_hidden_layers) + logits
-
-
-def _memory() -> tuple[int, int]:
-    """Bytes that this process has, and that it could still get."""
-    import psutil
-
-    from headwise.models.loading import free_memory
-
-    return psutil.Process().memory_info().rss, free_memory()

@@ -95,10 +95,10 @@ def to_plain(value: object) -> Any:
 
 def plain_fields(value: Any) -> dict[str, Any]:
     """The fields of a dataclass for JSON; `class_` is written as `class`."""
-    found = {f: getattr(value, f.name) for f in fields(value)}
+    parts = {f: getattr(value, f.name) for f in fields(value)}
     return {
         f.name.rstrip("_"): to_plain(part)
-        for f, part in found.items()
+        for f, part in parts.items()
         if not (part is None and f.metadata.get("omit_none"))
     }
 
@@ -112,7 +112,7 @@ _AGAIN = "write it again with headwise; a hand-edited or damaged file is not use
 
 
 def from_plain(kind: type[Value] | GenericAlias, body: object, where: object) -> Value:
-    """Build a value from parsed JSON; what does not fit its type is told, the first fault first."""
+    """Build a value from parsed JSON; the first part that does not fit its type is reported."""
     what = "not a value that JSON can hold"  # too deep, or a lone surrogate
     with reported_as(ArtefactError, what, ValueError, where=where, fix=_AGAIN):
         raw = to_json(body)

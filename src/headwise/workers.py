@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import joblib
@@ -84,7 +85,7 @@ def _dask(scheduler: str | None) -> Any:
 def _end_with(parent: int) -> None:
     """Let a worker end when the process that started it has been killed.
 
-    The worker is told its parent's number: one whose parent died while it started has another.
+    It is given its parent's number: one whose parent died while it started has another.
     """
 
     def watch() -> None:
@@ -102,7 +103,7 @@ def apart(
     workers: int,
     lost: Callable[[OneItem], None],
 ) -> Iterator[Result]:
-    """`function` of every item, each worker a pool of one; `lost` is told which one starts anew.
+    """`function` of every item, each worker a pool of one; `lost` gets an item that starts anew.
 
     In a common pool one killed process takes the others with it. Ctrl-C and SIGTERM reach the
     workers through this process: each ends at its next safe point, a second one does not wait.
@@ -114,7 +115,10 @@ def apart(
         while waiting or running:
             while waiting and len(running) < workers:
                 busy = [pool for pool, _ in running.values()]
-                pool = next((one for one in pools if one not in busy), None) or _pool(pools)
+                pool = next((one for one in pools if one not in busy), None)
+                if pool is None:
+                    pool = ProcessPoolExecutor(1, initializer=_begin, initargs=(os.getpid(),))
+                    pools.append(pool)
                 item = waiting.popleft()
                 running[pool.submit(function, item)] = (pool, item)
             for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -123,23 +127,20 @@ def apart(
                 if not isinstance(future.exception(), (BrokenProcessPool, KeyboardInterrupt)):
                     yield future.result()
                     continue
-                _drop(pool, pools)
+                pools.remove(pool)
+                pool.shutdown(kill_workers=True)
                 losses[item] += 1
-                _require_luck(item, losses[item])
+                if losses[item] >= _MOST_LOSSES:
+                    raise HeadwiseError(
+                        f"the worker process was lost {losses[item]} times, most likely for want "
+                        "of memory",
+                        where=item,
+                        fix="start again with fewer --workers; what was saved is kept",
+                    )
                 lost(item)
                 waiting.appendleft(item)
     finally:
         _stop(running, pools)
-
-
-def _pool(pools: list[ProcessPoolExecutor]) -> ProcessPoolExecutor:
-    pools.append(ProcessPoolExecutor(max_workers=1, initializer=_begin, initargs=(os.getpid(),)))
-    return pools[-1]
-
-
-def _drop(pool: ProcessPoolExecutor, pools: list[ProcessPoolExecutor]) -> None:
-    pools.remove(pool)
-    pool.shutdown(kill_workers=True)
 
 
 def _begin(parent: int) -> None:
@@ -149,29 +150,14 @@ def _begin(parent: int) -> None:
     _end_with(parent)
 
 
-def _require_luck(item: object, losses: int) -> None:
-    if losses >= _MOST_LOSSES:
-        raise HeadwiseError(
-            f"the worker process was lost {losses} times, most likely for want of memory",
-            where=item,
-            fix="start again with fewer --workers; what was saved is kept",
-        )
-
-
 def _stop(running: Running, pools: Sequence[ProcessPoolExecutor]) -> None:
     """End all workers: those at work are asked first and may save what they have."""
     try:
         for pool, _ in running.values():
             for process in list(pool._processes or ()):
-                _ask_to_end(process)
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGTERM)
         wait(running)
     finally:
         for pool in pools:
             pool.shutdown(kill_workers=True)
-
-
-def _ask_to_end(process: int) -> None:
-    try:
-        os.kill(process, signal.SIGTERM)
-    except ProcessLookupError:
-        return

@@ -182,7 +182,7 @@ def _blocked_moments(scores: Scores, lse: Tensor) -> Moments:
     per_query = math.prod(q.shape[:2]) * KEYS
     size = max(1, min(TILE, BLOCK // per_query))
     position = torch.arange(scores.length, device=q.device, dtype=torch.float32)
-    found, buffers = [], q.new_empty(2, size * per_query)
+    tiles, buffers = [], q.new_empty(2, size * per_query)
     for start in range(0, scores.length, size):
         stop = min(start + size, scores.length)
         rows = q[:, :, start:stop].flatten(1, 2)
@@ -200,8 +200,8 @@ def _blocked_moments(scores: Scores, lse: Tensor) -> Moments:
             sums[0] += torch.exp2(log_p, out=p).sum(-1)
             sums[2] += p @ position[first:last]
             sums[1] += p.mul_(log_p).sum(-1)
-        found.append(sums.unflatten(2, (-1, stop - start)))
-    whole, bits, at, top = torch.cat(found, 3).reshape(4, *lse.shape)
+        tiles.append(sums.unflatten(2, (-1, stop - start)))
+    whole, bits, at, top = torch.cat(tiles, 3).reshape(4, *lse.shape)
     whole = whole.clamp_min(1e-30)  # a query without any key; else 1 but for lse's rounding
     entropy = ((whole.log2() - bits / whole) * math.log(2)).clamp_min(0)
     return Moments(entropy, at / whole, top * math.log(2))

@@ -38,8 +38,8 @@ def first_order_importance(
     numbers = attention_layers(model)
     with frozen(model):
         work = list(batches(encoded, batch_size, model=model))
-        for _, found in shared_out(partial(head_slopes, model), work):
-            for layer, (out, slope) in found.items():
+        for _, slopes in shared_out(partial(head_slopes, model), work):
+            for layer, (out, slope) in slopes.items():
                 products = out.double() * slope.double()
                 estimate[numbers.index(layer)] -= products.sum((0, 2, 3)).cpu()
     return (estimate / tokens).numpy()

@@ -86,13 +86,13 @@ def _take_losses(
     lasts: list[Tensor] = []
     targets: list[Tensor] = []
     for place, batch in enumerate(batches):
-        found = batch.targets()
-        if not found:
+        predicted = batch.targets()
+        if not predicted:
             continue
         last = after_layers(model, batch.ids, states[place])
-        wanted += [batch.seen_by[at] for at, _ in found]
-        lasts += [last] * len(found)
-        targets += [one for _, one in found]
+        wanted += [batch.seen_by[at] for at, _ in predicted]
+        lasts += [last] * len(predicted)
+        targets += [one for _, one in predicted]
         states[place] = last[:0]  # frees the memory of the hidden states
     losses = stored_losses(model, lasts, targets) if lasts else []
     for (one, number), values in zip(wanted, losses, strict=True):
@@ -180,7 +180,7 @@ def embedding_by_rows(model: PreTrainedModel) -> Iterator[None]:
     weights = stored_weights(model)
     assert weights is not None
     module = model.get_input_embeddings()
-    name = next(n for n, found in model.named_modules() if found is module)
+    name = next(n for n, part in model.named_modules() if part is module)
     factor = getattr(module, "embed_scale", None) if type(module) is not nn.Embedding else None
     plain = type(module) is nn.Embedding or factor is not None
 

@@ -42,9 +42,9 @@ def means_measurement(
         out = torch.where(real[:, None, :, None], attention.out.float(), 0.0)
         return out.sum((0, 2)).double().cpu()
 
-    def take(_: int, layer: int | None, found: Tensor) -> None:
+    def take(_: int, layer: int | None, outputs: Tensor) -> None:
         assert layer is not None
-        sums[geometry.layers.index(layer), :, : found.shape[-1]] += found
+        sums[geometry.layers.index(layer), :, : outputs.shape[-1]] += outputs
 
     yield HookedPass([batch.ids for batch in work], take, observe=add_up)
     count = sum(int(batch.lengths.sum()) for batch in work)

@@ -122,28 +122,24 @@ class HeadCheck:
 
     def reason(self) -> str:
         """Why the check failed, in words; nothing if it passed."""
-        found = self.difference
-        if found.logits >= self.tolerance:
-            return (
-                f"the tap changes the logits by {found.logits:.1e} of their size "
-                f"({found.length} tokens)"
-            )
-        if found.layers:
-            return f"run by headwise {found.layers}"
-        if found.contributions >= self.tolerance:
-            return (
-                "a head's output is changed before the output projection reads it, by "
-                f"{found.contributions:.1e} of its size"
-            )
-        if found.losses >= self.tolerance:
-            return f"the loss path's logits differ from the model's own by {found.losses:.1e}"
-        allowed = max(ATTENTION_TOLERANCE, self.tolerance / 2)  # half precision rounds them too
-        if found.attention is not None and found.attention >= allowed:
-            return f"attention differs from the model's own by {found.attention:.1e}"
+        runs, limit = self.difference, self.tolerance
+        if runs.logits >= limit:
+            size = f"{runs.logits:.1e} of their size ({runs.length} tokens)"
+            return f"the tap changes the logits by {size}"
+        if runs.layers:
+            return f"run by headwise {runs.layers}"
+        if runs.contributions >= limit:
+            size = f"{runs.contributions:.1e} of its size"
+            return f"a head's output is changed before the output projection reads it, by {size}"
+        if runs.losses >= limit:
+            return f"the loss path's logits differ from the model's own by {runs.losses:.1e}"
+        # half precision rounds masses and entropies too
+        if runs.attention is not None and runs.attention >= max(ATTENTION_TOLERANCE, limit / 2):
+            return f"attention differs from the model's own by {runs.attention:.1e}"
         for probe in self.probes:
             if not probe.passed:
                 return probe.reason()
-        if self.silencing_error >= self.tolerance:
+        if self.silencing_error >= limit:
             return f"zeroing its output weights differs from ablation by {self.silencing_error:.1e}"
         return ""
 
@@ -184,13 +180,13 @@ def _check_row(model: PreTrainedModel, seed: int = 0) -> HeadCheck:
 
 def _pruned(model: PreTrainedModel, layers: list[int]) -> list[Span]:
     """Weights of nothing but zeros: a head with such keys does not move with its queries."""
-    found = []
+    zeros: list[Span] = []
     for layer in layers:
         for index in range(geometry_of(model, layer).num_heads):
             for role in ("q", "k", "v"):
                 spans = head_spans(model, Head(layer, index), role).values()
-                found += [s for s in spans if s.of(model).ndim == 2 and not s.of(model).any()]
-    return list(dict.fromkeys(found))
+                zeros += [s for s in spans if s.of(model).ndim == 2 and not s.of(model).any()]
+    return list(dict.fromkeys(zeros))
 
 
 def _ends(count: int) -> list[int]:

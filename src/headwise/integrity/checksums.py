@@ -23,21 +23,23 @@ _HEX = re.compile(r"\A\{\n.*[0-9a-f]{24}")
 _ROW_DIGITS = 16  # of the checksum of one row: a row is short
 
 
-def require_same(found: str, told: object, where: object, fix: str, noun: str = "the file") -> None:
+def require_same(
+    actual: str, recorded: object, where: object, fix: str, noun: str = "the file"
+) -> None:
     """Refuse data that are not what was written."""
-    if found != told:
+    if actual != recorded:
         raise ArtefactError(
             f"{noun} is damaged: its checksum does not match its content"
-            if told
+            if recorded
             else "it carries no checksum, so damage would not be seen",
             where=where,
             fix=fix,
         )
 
 
-def require_run(found: object, run: str, where: object) -> None:
+def require_run(recorded: object, run: str, where: object) -> None:
     """Refuse what another run wrote."""
-    if run and found != run:
+    if run and recorded != run:
         raise ArtefactError(
             "it belongs to another run: the settings that it was made with are not these",
             where=where,

@@ -86,8 +86,8 @@ class LoadedModel:
         tokens = len(self.tokenizer) if self.tokenizer is not None else 0
         if tokens <= self.num_embeddings:
             return ()
-        told = f"the tokenizer has {tokens} tokens, the model embeds {self.num_embeddings}"
-        return (Alarm("tokenizer-larger-than-embedding", told),)
+        message = f"the tokenizer has {tokens} tokens, the model embeds {self.num_embeddings}"
+        return (Alarm("tokenizer-larger-than-embedding", message),)
 
     def length(self, asked: int) -> int:
         """A text length, at most the positions the model was made for."""

@@ -1,7 +1,7 @@
 """Loading: a hub id, a directory, a GGUF file or the word `patient` becomes a model in eval mode.
 
 Weights come from safetensors or GGUF; pickles and remote code only on request. A wrong path, a
-cut-off file, a missing tokenizer and a NaN weight are told apart here, before any work starts.
+cut-off file, a missing tokenizer and a NaN weight each have their own message, before any work.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def process_group() -> Iterator[Place]:
         dist.init_process_group("gloo", timeout=_PATIENCE)
     _places.append(launched)
     try:
-        with _told_to_end():
+        with _ended_by_launcher():
             yield place()
     finally:
         _places.pop()
@@ -159,12 +159,12 @@ def shared_out(
         return
     for start in range(0, len(items), here.world):
         mine = start + here.rank
-        found = _tried(function, items[mine]) if mine < len(items) else None
-        answers = _gathered(found)[: len(items) - start]
-        for item, (result, error) in zip(items[start : start + here.world], answers, strict=True):
+        result = _tried(function, items[mine]) if mine < len(items) else None
+        answers = _gathered(result)[: len(items) - start]
+        for item, (value, error) in zip(items[start : start + here.world], answers, strict=True):
             if error is not None:
                 raise error
-            yield item, result
+            yield item, value
 
 
 def _tried(function: Callable[[Item], Result], item: Item) -> tuple[Result | None, Any]:
@@ -177,7 +177,7 @@ def _tried(function: Callable[[Item], Result], item: Item) -> tuple[Result | Non
 
 
 def by_the_first(function: Callable[[], Result]) -> Result:
-    """What the first process finds, in all of them; its known failure is everybody's."""
+    """The first process calls it, and all of them get its result or its known failure."""
     here = place()
     if here.world == 1:
         return function()
@@ -204,19 +204,19 @@ def gathered_tensors(tensor: Tensor) -> list[Tensor]:
     import torch.distributed as dist
 
     mine = tensor.detach().cpu().contiguous()
-    found = [torch.empty_like(mine) for _ in range(place().world)]
+    tensors = [torch.empty_like(mine) for _ in range(place().world)]
     with _watching():
-        dist.all_gather(found, mine)
-    return found
+        dist.all_gather(tensors, mine)
+    return tensors
 
 
 def _gathered(value: object) -> list[Any]:
     import torch.distributed as dist
 
-    found: list[Any] = [None] * place().world
+    values: list[Any] = [None] * place().world
     with _watching():
-        dist.all_gather_object(found, value)
-    return found
+        dist.all_gather_object(values, value)
+    return values
 
 
 @contextmanager
@@ -233,7 +233,7 @@ def _watching() -> Iterator[None]:
 
 
 @contextmanager
-def _told_to_end() -> Iterator[None]:
+def _ended_by_launcher() -> Iterator[None]:
     """A launcher that has lost one process ends the others: they say so instead of vanishing."""
 
     def end(number: int, frame: object) -> None:
