@@ -15,7 +15,6 @@ from headwise.cost import Cost, estimate_cost, require_affordable
 from headwise.errors import ModelError, SettingsError
 from headwise.forward import first_order
 from headwise.heads import Head
-from headwise.integrity import hub
 from headwise.models.architectures import geometry_of
 from headwise.models.loading import load_model
 from headwise.plasticity.writer import vector_bytes
@@ -129,7 +128,7 @@ def test_ctrl_c_says_what_was_written(story_of_verbs, monkeypatch):
 
 
 def test_a_hub_id_without_a_network_is_refused_at_once_as_offline(monkeypatch):
-    monkeypatch.setattr(hub, "_answers", lambda endpoint: False)
+    monkeypatch.setattr("headwise.models.loading._answers", lambda endpoint: False)
     with pytest.raises(ModelError, match=r"offline: .* not in the cache"):
         load_model("nobody/no-such-model")
     with pytest.raises(ModelError, match="nor a hub id"):

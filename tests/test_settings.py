@@ -14,6 +14,7 @@ from typing_extensions import Doc
 
 import headwise
 from headwise.cli import app
+from headwise.cli.app import STORY
 from headwise.cli.verbs import verb
 from headwise.handover.push import push
 from headwise.keywords import ChangesOf
@@ -21,7 +22,8 @@ from headwise.models.settings import LoadSettings
 from headwise.plasticity.settings import PlasticitySettings
 from headwise.surgery.recipe import Recipe
 
-COMMANDS = typer.main.get_command(app).commands
+VERBS_GROUP = typer.main.get_command(app)
+COMMANDS = {name: VERBS_GROUP.get_command(None, name) for name in STORY}
 
 # What only a person at a terminal needs: where to write, what to print, which files to read.
 TERMINAL = {"model", "texts", "lines", "out", "quiet", "yes", "figures", "write_row", "help"}

@@ -17,7 +17,8 @@ import headwise
 from headwise.cli import app
 from headwise.cli.app import STORY
 
-COMMANDS = typer.main.get_command(app).commands
+VERBS_GROUP = typer.main.get_command(app)
+COMMANDS = {name: VERBS_GROUP.get_command(None, name) for name in STORY}
 PINNED = Path(__file__).parent / "data" / "surface.json"
 
 

@@ -11,7 +11,6 @@ import signal
 import sys
 import threading
 
-from headwise.cli import handover, heads, proof, repair, study, triage, watch  # noqa: F401 - they register verbs
 from headwise.cli.app import app
 from headwise.errors import HeadwiseError
 from headwise.ranks import Place, process_group, silent_unless_first

@@ -6,23 +6,51 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from importlib import import_module
 from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-STORY = (  # the order in which one meets the verbs
-    *("demo", "check", "diagnose", "survey", "triage", "plan", "repair", "evaluate", "complete"),
-    *("compare", "report", "apply", "export", "push", "capture", "plasticity", "watch", "study"),
-)
+# Verbs in the order in which one meets them, and the module in `cli` that registers each
+STORY = {
+    "demo": "study",
+    "check": "heads",
+    "diagnose": "heads",
+    "survey": "heads",
+    "triage": "triage",
+    "plan": "heads",
+    "repair": "repair",
+    "evaluate": "proof",
+    "complete": "proof",
+    "compare": "proof",
+    "report": "study",
+    "apply": "heads",
+    "export": "handover",
+    "push": "handover",
+    "capture": "proof",
+    "plasticity": "proof",
+    "watch": "watch",
+    "study": "study",
+}
 
 
 class _Verbs(TyperGroup):
-    """`--help` lists the verbs as the story goes, not as modules happen to be imported."""
+    """Verbs by name; only the module of the verb that is asked for is loaded.
+
+    All of them are for `--help`, and for a mistyped verb, whose nearest ones are suggested.
+    """
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return sorted(super().list_commands(ctx), key=STORY.index)
+        return list(STORY)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in self.commands:
+            for module in {STORY[cmd_name]} if cmd_name in STORY else set(STORY.values()):
+                import_module(f"headwise.cli.{module}")
+            self.commands.update(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+        return super().get_command(ctx, cmd_name)
 
 
 quiet: ContextVar[bool] = ContextVar("quiet", default=False)  # --quiet of the verb that runs
