@@ -57,7 +57,7 @@ def test_an_absurd_cost_is_refused_without_yes(found, reason):
     with pytest.raises(SettingsError, match=f"{reason}[\\s\\S]*ask for less \\(--heads\\)"):
         require_affordable(found, work, yes=False)
     require_affordable(found, work, yes=True)
-    require_affordable(Cost(5.0, 1.0, None), work, yes=False)
+    require_affordable(Cost(5.0, 1.0, 8.0), work, yes=False)
 
 
 @pytest.fixture
