@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typing_extensions import Doc
@@ -17,6 +18,9 @@ from headwise.keywords import Seed, keywords_of
 from headwise.models.settings import LoadSettings
 from headwise.surgery.plan_settings import PlanSettings
 from headwise.texts.settings import TextSettings
+
+if TYPE_CHECKING:
+    from headwise.models.loaded_model import LoadedModel
 
 
 @verb(
@@ -72,21 +76,31 @@ def survey_verb(
     from headwise.diagnosis.survey import survey
     from headwise.diagnosis.view import survey_table
     from headwise.drawing import save_figure
-    from headwise.models.loading import load_model
 
     with resumable("nothing was written"), progress_bars() as progress:
-        # one after the other: a model is gone before the next one is loaded
-        given = (
-            name if name.endswith(".json") else load_model(name, **keywords_of(loading))
-            for name in sources
+        result = survey(
+            _surveyed(sources, loading),
+            texts=texts.read(),
+            **keywords_of(settings),
+            progress=progress,
         )
-        result = survey(given, texts=texts.read(), **keywords_of(settings), progress=progress)
     written = [
         result.save(out / "survey.json"),
         *save_figure(survey_panels(result), out / "survey"),
     ]
     print_tables([survey_table(result)])
     wrote(written)
+
+
+def _surveyed(sources: Sequence[str], loading: LoadSettings) -> Iterator[str | LoadedModel]:
+    """Diagnoses and models one after the other: a model is gone before the next one is loaded."""
+    for name in sources:
+        if name.endswith(".json"):
+            yield name
+        else:
+            from headwise.models.loading import load_model  # late: files need no torch
+
+            yield load_model(name, **keywords_of(loading))
 
 
 @verb(
