@@ -13,7 +13,7 @@ import threading
 
 from headwise.cli.app import app
 from headwise.errors import HeadwiseError
-from headwise.ranks import Place, process_group, silent_unless_first
+from headwise.ranks import process_group, silent_unless_first
 
 __all__ = ["app", "main"]
 
@@ -25,7 +25,15 @@ def main() -> None:
     _write_what_can_be_written()
     try:
         with process_group() as place:
-            _run(place)
+            # One of the processes that work as one: the first speaks for all, but each names its
+            # own error, and does so before it leaves the group.
+            try:
+                with silent_unless_first():
+                    app()
+            except HeadwiseError as error:
+                who = f" ({place})" if place.world > 1 else ""
+                sys.stderr.write(f"headwise{who}: {error}\n")
+                sys.exit(1)
         sys.stdout.flush()
     except BrokenPipeError:
         _forget_stdout()
@@ -65,14 +73,3 @@ def _write_what_can_be_written() -> None:
 def _forget_stdout() -> None:
     """Python flushes standard output as it ends, which would fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _run(place: Place) -> None:
-    """One of the processes that work as one; the first speaks for all, but each names its error."""
-    try:
-        with silent_unless_first():
-            app()
-    except HeadwiseError as error:
-        who = f" ({place})" if place.world > 1 else ""
-        sys.stderr.write(f"headwise{who}: {error}\n")
-        sys.exit(1)

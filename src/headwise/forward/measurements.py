@@ -35,8 +35,8 @@ def run_measurement(
     model: PreTrainedModel, measurement: Measurement[Result], *, progress: Progress = silent
 ) -> Result:
     """The result of one measurement."""
-    result: Result = run_measurements(model, [measurement], progress=progress)[0]
-    return result
+    run_passes(model, [next(measurement)], progress=progress)
+    return _result(measurement)
 
 
 def run_measurements(

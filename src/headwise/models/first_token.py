@@ -26,8 +26,7 @@ from headwise.models.stored_weights import stored_weights
 NEEDED = 0.1  # nats per token that a BOS must be worth, or it is not worth having
 _SAMPLES = ("01_prose_harbour", "02_prose_clockmaker", "03_science_tides", "09_dialogue")
 _TOKENS = 64  # of each sample
-
-Origin = Literal["asked", "tokenizer", "metadata", "measured", "default", "inherited"]
+DecidedBy = Literal["asked", "tokenizer", "metadata", "measured", "default", "inherited"]
 
 
 @dataclass(frozen=True)
@@ -36,11 +35,13 @@ class FirstToken:
 
     bos: bool
     reason: str
-    origin: Origin = "default"
+    origin: Literal["asked", "tokenizer", "metadata", "measured", "default", "inherited"] = (
+        "default"
+    )
     needed: bool = False
 
     def __str__(self) -> str:
-        return f"first token: {'a BOS' if self.bos else 'no BOS'} ({self.reason})"
+        return f"first token: {_named(self.bos)} ({self.reason})"
 
     def inherited(self, bos: bool | None, source: str) -> FirstToken:
         """As an artefact has it; what was asked for on purpose and differs is refused."""
@@ -48,15 +49,15 @@ class FirstToken:
             return self
         if self.origin in ("asked", "inherited"):
             raise ArtefactError(
-                f"the first token differs: {source} was made with {_with_bos(bos)}, "
-                f"this is {_with_bos(self.bos)} ({self.reason})",
+                f"the first token differs: {source} was made with {_named(bos)}, "
+                f"this is {_named(self.bos)} ({self.reason})",
                 fix=f"use --{'' if bos else 'no-'}bos here, or make the other again",
             )
         return FirstToken(bos, f"as in {source}", "inherited", bos)
 
 
-def _with_bos(bos: bool | None) -> str:
-    return "an unknown first token" if bos is None else "a BOS" if bos else "no BOS"
+def _named(bos: bool) -> str:
+    return "a BOS" if bos else "no BOS"
 
 
 def decide_first_token(
