@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 
 from headwise.errors import UnknownArchitectureError
 from headwise.forward.faithfulness import SHORTEST, found_difference, require_eval
-from headwise.forward.separability import prove_row
 from headwise.models.architectures import is_proposed
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.rope import forget_longer_texts
@@ -30,6 +29,8 @@ def guard(model: LoadedModel | PreTrainedModel, longest: int = SHORTEST) -> None
     require_eval(model)
     forget_longer_texts(model)
     if is_proposed(model):
+        from headwise.forward.separability import prove_row  # late: few models need it
+
         prove_row(model)
     difference = found_difference(model, longest)
     if difference:

@@ -17,7 +17,6 @@ import torch
 from transformers import PreTrainedModel
 
 from headwise.forward.hooked_pass import HookedPass, SharedBatch, shared_batches
-from headwise.forward.layer_by_layer import run_layer_by_layer
 from headwise.forward.losses import token_losses
 from headwise.forward.tap import LayerAttention, tapped
 from headwise.models.architectures import backbone_of, device_of, layers_of
@@ -69,6 +68,8 @@ def run_passes(
 ) -> None:
     """Run all batches of all passes, each batch once. In memory the output head is not run."""
     if stored_weights(model) is not None:
+        from headwise.forward.layer_by_layer import run_layer_by_layer  # late: few models need it
+
         run_layer_by_layer(model, passes, title=title, progress=progress)
         return
     for one in passes:

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from headwise.errors import ArtefactError, ModelError, UnknownArchitectureError
 from headwise.models.families.known_families import ARCHITECTURES, NOT_SEPARABLE
 from headwise.models.families.layout import Architecture, Positions, Role
-from headwise.models.families.proposal import propose_rows
 from headwise.models.offloading import execution_device, held_tensor
 
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -76,6 +75,8 @@ def proposed_row(model: PreTrainedModel) -> Architecture | None:
     """The row that the shape of a model without one suggests; `guard` proves or refuses it."""
     row: Architecture | None = vars(model).get(_PROPOSED)
     if row is None:
+        from headwise.models.families.proposal import propose_rows  # late: few models need it
+
         row = next(iter(propose_rows(model)), None)
         keep_row(model, row)
     return row

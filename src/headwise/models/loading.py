@@ -39,7 +39,6 @@ from headwise.models.description import keep_fingerprint
 from headwise.models.first_token import decide_first_token
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.offloading import held_tensor, plain_parts
-from headwise.models.patch import Patch
 from headwise.models.patient import PATIENTS, empty_patch_path, patient_dir
 from headwise.models.settings import LoadSettings
 from headwise.models.stored_weights import empty_model, stored_weights
@@ -99,6 +98,8 @@ def load_model(
         _forget_quantization(model)
     keep_fingerprint(model)
     if name == "patient-empty":
+        from headwise.models.patch import Patch  # late: other models need no patch
+
         Patch.load(empty_patch_path()).apply(model, force=True)  # in any precision
     if stored_weights(model) is None:  # else each layer is looked at when it is read
         require_finite(model)
