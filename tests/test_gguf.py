@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
+from contextlib import contextmanager
 
 import gguf
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from conftest import tiny_language_model, tiny_tokenizer
+from headwise.cli import app
+from headwise.errors import ModelError
+from headwise.models import conversions, loading
 from headwise.models.loading import load_model
 
 HEADS, GROUPS, WIDTH = 4, 2, 64
@@ -110,8 +117,6 @@ def test_a_gguf_file_is_the_model_it_was_made_from(tmp_path, monkeypatch, kind, 
 
 @pytest.mark.parametrize("raw", [b"", b"GGUF" + bytes(40), b"hello" * 100])
 def test_a_damaged_gguf_file_is_told(tmp_path, monkeypatch, raw):
-    from headwise.errors import ModelError
-
     monkeypatch.setenv("HEADWISE_CACHE", str(tmp_path / "cache"))
     (tmp_path / "x.gguf").write_bytes(raw)
     with pytest.raises(ModelError, match=r"(?s)x\.gguf.*fix|could be loaded|cannot be used"):
@@ -120,11 +125,56 @@ def test_a_damaged_gguf_file_is_told(tmp_path, monkeypatch, raw):
 
 
 def test_a_cut_off_gguf_file_is_told(tmp_path, monkeypatch):
-    from headwise.errors import ModelError
-
     monkeypatch.setenv("HEADWISE_CACHE", str(tmp_path / "cache"))
     write_gguf(tmp_path / "tiny.gguf", tiny_llama(), gguf.GGMLQuantizationType.Q8_0)
     raw = (tmp_path / "tiny.gguf").read_bytes()
     (tmp_path / "cut.gguf").write_bytes(raw[: len(raw) * 2 // 3])
     with pytest.raises(ModelError, match="fix"):
         load_model(str(tmp_path / "cut.gguf"), bos=False)
+
+
+@contextmanager
+def full_disk(most):
+    """No file may grow over so many bytes, as on a disk without room."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_cache_disk_is_told_and_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setenv("HEADWISE_CACHE", str(tmp_path / "cache"))
+    write_gguf(tmp_path / "tiny.gguf", tiny_llama(), gguf.GGMLQuantizationType.Q8_0)
+    with full_disk(20_000), pytest.raises(ModelError, match=r"(?s)cannot be kept.*HEADWISE_CACHE"):
+        load_model(str(tmp_path / "tiny.gguf"), bos=False)
+    assert not list((tmp_path / "cache" / "gguf").iterdir())
+    assert load_model(str(tmp_path / "tiny.gguf"), bos=False).model.dtype == torch.float32
+
+
+def test_a_gguf_file_is_converted_once_and_the_cache_is_shown_bounded_and_cleared(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HEADWISE_CACHE", str(tmp_path / "cache"))
+    calls = []
+    convert = loading._convert_gguf
+    monkeypatch.setattr(
+        loading, "_convert_gguf", lambda *args: (calls.append(args), convert(*args))
+    )
+    for name, kind in (("old", "Q8_0"), ("new", "F16")):
+        write_gguf(tmp_path / f"{name}.gguf", tiny_llama(), gguf.GGMLQuantizationType[kind])
+        for _ in range(2):
+            load_model(str(tmp_path / f"{name}.gguf"), bos=False)
+    assert len(calls) == 2
+    old, new = conversions.conversions()
+    os.utime(old / conversions.SOURCE, (1, 1))
+    shown = CliRunner().invoke(app, ["cache"]).output
+    assert "old.gguf" in shown
+    assert "new.gguf" in shown
+    conversions.make_room(new, bound=conversions.size_of(new))
+    assert [conversions.source_of(one) for one in conversions.conversions()] == ["new.gguf"]
+    conversions.make_room(new, bound=0)  # what is in use stays
+    assert conversions.conversions() == [new]
+    assert CliRunner().invoke(app, ["cache", "--clear"]).exit_code == 0
+    assert conversions.conversions() == []

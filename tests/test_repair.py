@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from headwise.errors import (
 from headwise.heads import Head
 from headwise.models.loading import load_model
 from headwise.models.patch import Patch
+from headwise.surgery import training
 from headwise.surgery.modes import random_heads_plan
 from headwise.surgery.operation import operate
 from headwise.surgery.plan import SurgeryPlan
@@ -433,3 +435,31 @@ def test_apply_and_undo_on_the_command_line_give_the_original_files(command, mod
     wrong = invoke(app, ["apply", str(merged), patch, "--out", str(tmp_path / "x"), "--quiet"])
     assert isinstance(wrong.exception, HeadwiseError)
     assert not (tmp_path / "x").exists()
+
+
+def test_a_run_that_goes_on_under_another_version_says_so_and_keeps_both(
+    subject, tokenizer, plan, tmp_path, monkeypatch
+):
+    stopped = {"steps": 2}
+
+    def stop(job, blocks, tokens, original=training.backward_step):
+        stopped["steps"] -= 1
+        if stopped["steps"] < 0:
+            raise KeyboardInterrupt
+        return original(job, blocks, tokens)
+
+    with monkeypatch.context() as changed:
+        changed.setattr(training, "backward_step", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(subject, tokenizer, plan, tmp_path / "run")
+    old = RunSettings.load(tmp_path / "run")
+    replace(old, versions={**old.versions, "torch": "1.0"}).save(tmp_path / "run")
+    told = []
+    done = run(
+        subject, tokenizer, plan, tmp_path / "run", resume=True, progress=lambda *a: told.append(a)
+    )
+    now = old.versions["torch"]
+    assert done.settings.versions["torch"] == f"1.0, then {now}"
+    assert RunSettings.load(tmp_path / "run").versions == done.settings.versions
+    assert any(f"torch 1.0, then {now}" in str(part) for part in told)
+    assert done.settings.versions["headwise"] == old.versions["headwise"]

@@ -14,11 +14,13 @@ import pytest
 import torch
 
 from conftest import SENTENCES, tiny_language_model, tiny_tokenizer
+from headwise import diagnose
 from headwise.cli import main
 from headwise.diagnosis.settings import Thresholds
 from headwise.errors import HeadwiseError, ModelError, SelectionError, SettingsError, TextError
 from headwise.heads import select_heads, select_in_layers
 from headwise.integrity.checksums import checked_rows, sealed_row
+from headwise.models import tokenizing
 from headwise.models.description import weight_fingerprint
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.loading import load_model
@@ -373,3 +375,57 @@ def test_a_model_that_does_not_run_is_told():
 
     with pytest.raises(ModelError, match="this 'llama' model does not run"):
         guard(tiny_language_model("llama", num_key_value_heads=8))
+
+
+def with_split(folder, pattern):
+    """The model directory with a tokenizer that first splits by a regular expression."""
+    path = folder / "tokenizer.json"
+    body = json.loads(path.read_text())
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    body["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, body["pre_tokenizer"]]}
+    path.write_text(json.dumps(body))
+    return folder
+
+
+def test_a_catastrophic_regular_expression_of_a_tokenizer_is_one_message(copied, tmp_path):
+    loaded = load_model(str(with_split(copied, "(a+)+$")), bos=False)
+    with pytest.raises(TextError, match=r"the tokenizer fails on 'aaaa.*retry-limit"):
+        diagnose(loaded, ["a" * 40 + "b"])
+
+
+def test_a_tokenizer_that_takes_for_ever_is_given_up_with_a_word(copied, monkeypatch):
+    loaded = load_model(str(with_split(copied, "(a+)+$")), bos=False)
+    monkeypatch.setattr(tokenizing, "PATIENCE", 0.5)
+    with pytest.raises(TextError, match=r"the tokenizer has not ended after 1 s"):
+        diagnose(loaded, [("a" * 19 + "b ") * 100])
+
+
+def test_a_bos_outside_of_the_embedding_is_not_used_and_not_accepted(copied, tokenizer):
+    path = copied / "tokenizer.json"
+    body = json.loads(path.read_text())
+    rows = 400
+    body["added_tokens"].append(
+        {**body["added_tokens"][0], "id": rows + 7, "content": "<far>", "special": True}
+    )
+    path.write_text(json.dumps(body))
+    settings = copied / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "bos_token": "<far>"}))
+    loaded = load_model(str(copied))
+    assert loaded.tokenizer.bos_token_id >= loaded.num_embeddings
+    assert not loaded.bos
+    assert "outside of the embedding" in loaded.first_token.reason
+    assert diagnose(loaded, list(SENTENCES)).maps["entropy"].size
+    with pytest.raises(ModelError, match=r"--bos: the BOS is token \d+, the model embeds"):
+        load_model(str(copied), bos=True)
+
+
+def test_a_model_max_length_that_is_no_number_is_refused(copied):
+    settings = copied / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "model_max_length": "x"}))
+    with pytest.raises(ModelError, match="model_max_length is 'x', not a number"):
+        load_model(str(copied))

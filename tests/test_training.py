@@ -678,3 +678,19 @@ def test_ctrl_c_finishes_the_step_and_leaves_a_checkpoint_to_go_on_from(tmp_path
     left, right = run(tmp_path / "cut", "llama", recipe, [interrupted]), whole
     assert all(torch.equal(a, b) for a, b in zip(left[0], right[0], strict=True))
     assert left[1:3] == right[1:3]
+
+
+def test_a_ruinous_rate_says_what_is_kept_and_advises_what_helps(tmp_path):
+    model = tiny_model("bloom")
+    ruinous = TINY_RECIPE.model_copy(
+        update={"lr": 1e30, "warmup": 0, "clip": 1e30, "validate_every": 1, "save_every": 100}
+    )
+    with (
+        opened(model, plan_for(model), tmp_path, recipe=ruinous) as job,
+        pytest.raises(TrainingError, match="not a number") as caught,
+    ):
+        train(job)
+    assert (tmp_path / "checkpoints" / "best.safetensors").exists()
+    assert "best.safetensors" in str(caught.value)
+    assert "nothing was saved" not in str(caught.value)
+    assert "float32" not in str(caught.value)

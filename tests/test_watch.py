@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 import headwise
 from collapsing import LENGTH, PROBE, arguments, blooming, rows, watched_run
 from conftest import tiny_language_model, tiny_tokenizer
+from filmed import film_in
 from headwise.cli import app
 from headwise.errors import ArtefactError, HeadwiseError
 from headwise.models.description import weight_fingerprint
@@ -105,6 +107,16 @@ def test_the_same_run_gives_the_same_film(tmp_path):
         trained(tmp_path / name, watch_of(tmp_path / name / "watch", every=2))
     films = [(tmp_path / name / "watch" / FILM).read_bytes() for name in ("a", "b")]
     assert films[0] == films[1]
+
+
+def test_a_film_that_was_killed_between_a_row_and_its_count_counts_it_when_it_goes_on(tmp_path):
+    film = film_in(tmp_path)
+    replace(film.settings, readings=9).save(tmp_path)  # as a kill leaves it
+    assert len(resumed_film(tmp_path, film.settings, until=10**9).readings) == 10
+    lines = (tmp_path / FILM).read_bytes().splitlines(True)
+    (tmp_path / FILM).write_bytes(b"".join(lines[:-1]))
+    with pytest.raises(ArtefactError, match="1 readings are missing"):
+        Film.load(tmp_path)
 
 
 def test_a_resumed_run_goes_on_with_its_film(tmp_path):

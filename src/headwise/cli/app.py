@@ -33,6 +33,7 @@ STORY = {
     "plasticity": "proof",
     "watch": "watch",
     "study": "study",
+    "cache": "cache",
 }
 
 

@@ -22,6 +22,7 @@ from headwise.bundled import DATA
 from headwise.errors import ArtefactError, ModelError
 from headwise.models.architectures import device_of, max_positions
 from headwise.models.stored_weights import stored_weights
+from headwise.models.tokenizing import tokenise
 
 NEEDED = 0.1  # nats per token that a BOS must be worth, or it is not worth having
 _SAMPLES = ("01_prose_harbour", "02_prose_clockmaker", "03_science_tides", "09_dialogue")
@@ -73,9 +74,16 @@ def decide_first_token(
     if bos is not None:
         if bos and token is None:
             raise ModelError("--bos: the tokenizer has no BOS token", fix="run without --bos")
+        if bos and token is not None and token >= num_embeddings(model):
+            raise ModelError(
+                f"--bos: the BOS is token {token}, the model embeds {num_embeddings(model)}",
+                fix="load the tokenizer that belongs to these weights, or run without --bos",
+            )
         return FirstToken(bos, "asked for", "asked", needed=bos)
     if tokenizer is None or token is None:
         return FirstToken(False, "the tokenizer has none")
+    if token >= num_embeddings(model):
+        return FirstToken(False, f"its BOS, token {token}, is outside of the embedding")
     streamed = stored_weights(model) is not None
     losses = None if streamed else measure_both(model, tokenizer)
     needed = losses is not None and losses[0] - losses[1] > NEEDED
@@ -146,7 +154,7 @@ def num_embeddings(model: PreTrainedModel) -> int:
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return [int(i) for i in tokenizer(text, truncation=False, verbose=False)["input_ids"]]
+    return tokenise(tokenizer, text)
 
 
 def _without_bos(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

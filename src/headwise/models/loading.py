@@ -15,7 +15,7 @@ import shutil
 import socket
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -32,9 +32,10 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
-from headwise.artefacts import is_there, read_json, require_regular, to_json, write_text
-from headwise.errors import ModelError, reported_as
+from headwise.artefacts import TEMPORARY, is_there, read_json, require_regular, to_json, write_text
+from headwise.errors import HeadwiseError, ModelError, reported_as
 from headwise.models.architectures import architecture_of, is_packed, require_groups
+from headwise.models.conversions import SOURCE, WEIGHTS, cache_folder, make_room
 from headwise.models.description import keep_fingerprint
 from headwise.models.first_token import decide_first_token
 from headwise.models.loaded_model import LoadedModel
@@ -48,7 +49,6 @@ from headwise.values import MOST
 Options = dict[str, str | bool | None]  # of `from_pretrained`
 _ROOM = 0.8  # of free memory that weights may take; the rest is for the work
 _PATIENCE = 3.0  # seconds until the hub counts as out of reach
-_SOURCE, _WEIGHTS = "source.json", "model.safetensors"
 
 
 def load_model(
@@ -173,33 +173,23 @@ def free_memory() -> int:
     return min(free, limit - taken)
 
 
-def _cache_folder() -> Path:
-    """HEADWISE_CACHE, else below the home directory; a container's user may have none."""
-    if os.environ.get("HEADWISE_CACHE"):
-        return Path(os.environ["HEADWISE_CACHE"])
-    try:
-        return Path.home() / ".cache" / "headwise"
-    except RuntimeError:
-        raise ModelError(
-            "there is no home directory to keep the converted GGUF file in",
-            fix="set HEADWISE_CACHE to a folder with room for the model",
-        ) from None
-
-
 def converted_gguf(path: Path) -> Path:
     """A GGUF file as a model directory: de-quantised once, kept under the hash of its bytes.
 
     De-quantising takes longer than everything else about loading (half a minute for 135 M weights).
     """
-    folder = _cache_folder() / "gguf" / _file_hash(path)
-    if not (folder / _SOURCE).exists():
+    folder = cache_folder() / _file_hash(path)
+    if not (folder / SOURCE).exists():
         _convert_gguf(path, folder)
-    if read_json(folder / _SOURCE).get("weights_sha256") != _file_hash(folder / _WEIGHTS):
+        make_room(folder)
+    if read_json(folder / SOURCE).get("weights_sha256") != _file_hash(folder / WEIGHTS):
         raise ModelError(
             "the converted copy of this GGUF file is damaged",
             where=folder,
-            fix="delete that folder; it is made again from the .gguf file",
+            fix="run `headwise cache --clear`; it is made again from the .gguf file",
         )
+    with suppress(OSError):  # a cache that others own can still be read
+        (folder / SOURCE).touch()
     return folder
 
 
@@ -209,15 +199,31 @@ def _convert_gguf(path: Path, folder: Path) -> None:
         tokenizer = _load_tokenizer(str(path.parent), options)
         model = _load_weights(str(path.parent), options, "float32", None, False)
     _forget_quantization(model)
-    shutil.rmtree(folder, ignore_errors=True)
-    with quietly():
-        model.save_pretrained(folder, max_shard_size="1TB")
-        tokenizer.save_pretrained(folder)
-    config = folder / "tokenizer_config.json"
-    write_text(config, to_json({**read_json(config), "add_bos_token": _asks_for_bos(path)}))
-    # written last: a folder without it is half a conversion
-    source = {"file": path.name, "weights_sha256": _file_hash(folder / _WEIGHTS)}
-    write_text(folder / _SOURCE, to_json(source))
+    # complete before it has its name: another process may look for it, or convert it too
+    half = folder.with_name(f"{folder.name}.{os.getpid()}{TEMPORARY}")
+    try:
+        with quietly():
+            model.save_pretrained(half, max_shard_size="1TB")
+            tokenizer.save_pretrained(half)
+        config = half / "tokenizer_config.json"
+        write_text(config, to_json({**read_json(config), "add_bos_token": _asks_for_bos(path)}))
+        source = {"file": path.name, "weights_sha256": _file_hash(half / WEIGHTS)}
+        write_text(half / SOURCE, to_json(source))
+        shutil.rmtree(folder, ignore_errors=True)
+        half.rename(folder)
+    except (OSError, SafetensorError, HeadwiseError) as error:
+        if (folder / SOURCE).exists():
+            return  # another process was first
+        size = sum(parameter.nbytes for parameter in model.parameters())
+        raise ModelError(
+            f"the de-quantised model cannot be kept ({str(error)[:200]}): it takes "
+            f"{size / 1e9:.1f} GB",
+            where=folder.parent,
+            fix="free disk space (`headwise cache` shows what is kept there), or set "
+            "HEADWISE_CACHE to a folder with room",
+        ) from None
+    finally:
+        shutil.rmtree(half, ignore_errors=True)
 
 
 def _file_hash(path: Path) -> str:
@@ -240,7 +246,14 @@ def _load_tokenizer(source: str, options: Options) -> PreTrainedTokenizerBase:
         where=source,
         fix="check the model name or path; a local model directory needs tokenizer.json",
     ):
-        return AutoTokenizer.from_pretrained(source, **options)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **options)
+    if not isinstance(tokenizer.model_max_length, (int, float)):
+        raise ModelError(
+            f"its tokenizer's model_max_length is {tokenizer.model_max_length!r}, not a number",
+            where=source,
+            fix="correct tokenizer_config.json",
+        )
+    return tokenizer
 
 
 def _load_weights(

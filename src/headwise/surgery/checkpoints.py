@@ -23,7 +23,7 @@ from headwise.ranks import is_first, wait
 from headwise.surgery.job import Job
 from headwise.surgery.run_state import BEFORE, RunState, StepMap
 
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, BEST = "checkpoints", "best.safetensors"
 
 
 def kept_checkpoints(out: Path) -> list[Path]:
@@ -98,7 +98,7 @@ def _newest_whole(
 
 
 def _best_path(job: Job) -> Path:
-    return own_folder(job.out / CHECKPOINTS) / "best.safetensors"
+    return own_folder(job.out / CHECKPOINTS) / BEST
 
 
 def save_best(job: Job, step: int = 0) -> None:

@@ -29,6 +29,8 @@ from headwise.models.rope import length_class
 from headwise.progress import Progress, silent
 from headwise.ranks import anyone, gathered_tensors, place, shared_out
 from headwise.surgery.checkpoints import (
+    BEST,
+    CHECKPOINTS,
     fresh_state,
     kept_checkpoints,
     restore_checkpoint,
@@ -253,13 +255,16 @@ def _validate(job: Job, state: RunState) -> None:
 def _require_number(job: Job, row: TrainStep) -> None:
     if math.isfinite(row.loss) and math.isfinite(row.grad_norm):
         return
-    kept = kept_checkpoints(job.out)
+    kept = [path.name for path in kept_checkpoints(job.out)[-1:]]
+    if (job.out / CHECKPOINTS / BEST).exists():
+        kept.append(f"the best validated state ({BEST})")
+    narrower = "" if job.model.dtype == torch.float32 else " or --dtype float32"
     raise TrainingError(
         f"the loss is not a number at step {row.step} (loss {row.loss}, "
         f"gradient norm {row.grad_norm})",
         where=job.out,
-        fix=(f"the last good checkpoint is kept ({kept[-1].name})" if kept else "nothing was saved")
-        + "; start anew with a lower lr or --dtype float32",
+        fix=(f"{' and '.join(kept)} of before are kept" if kept else "nothing was saved")
+        + f"; start anew with a lower lr{narrower}",
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +27,7 @@ PATCH = "patch.safetensors"
 
 _CHOSEN = ("checkpoint_layers", "cache_prefix")
 _DIGITS = 16  # of a run's identity
+THEN = ", then "  # between the versions of a run that went on under another
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,18 @@ def chosen_before(asked: RunSettings, run: Path) -> Saving | None:
     if before.identity != asked.identity or not _has_begun(run):
         return None
     return before.saving or Saving()
+
+
+def resumed_versions(asked: RunSettings, run: Path) -> RunSettings:
+    """The settings of a run that goes on: versions that changed stand behind those before."""
+    if not _has_begun(run):
+        return asked
+    versions = dict(RunSettings.load(run).versions)
+    for name, now in asked.versions.items():
+        before = versions.get(name)
+        if before is None or before.split(THEN)[-1] != now:
+            versions[name] = now if before is None else f"{before}{THEN}{now}"
+    return replace(asked, versions=versions)
 
 
 def is_finished(asked: RunSettings, run: Path, *, resume: bool) -> bool:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from headwise.errors import ModelError, TextError
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.rope import LengthClass, length_class
+from headwise.models.tokenizing import tokenise
 
 DEFAULT_MAX_LENGTH = 512
 _SAMPLE = 64  # texts that tell how long the others are
@@ -67,12 +68,11 @@ def token_ids(
 
     A huge text is tokenised in parts, and no further than `most` tokens and one for a BOS.
     """
-    ids = list(tokenizer(_part(text, 0), truncation=False, verbose=False)["input_ids"])
+    ids = tokenise(tokenizer, _part(text, 0))
     start = len(_part(text, 0))
     while start < len(text) and (most is None or len(ids) <= most):
         part = _part(text, start)
-        more = tokenizer(part, truncation=False, verbose=False, add_special_tokens=False)
-        ids += more["input_ids"]
+        ids += tokenise(tokenizer, part, special_tokens=False)
         start += len(part)
     if bos is None or bos == (bool(ids) and ids[0] == tokenizer.bos_token_id):
         return ids

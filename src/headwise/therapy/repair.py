@@ -41,7 +41,15 @@ from headwise.surgery.run_state import RunState
 from headwise.surgery.settings import RepairRequest
 from headwise.surgery.sink_directions import LayerDirections
 from headwise.surgery.treatments import with_treatment
-from headwise.surgery.values import PATCH, Outcome, RunSettings, chosen_before, is_finished
+from headwise.surgery.values import (
+    PATCH,
+    THEN,
+    Outcome,
+    RunSettings,
+    chosen_before,
+    is_finished,
+    resumed_versions,
+)
 from headwise.texts.corpus import Corpus, build_corpus, split_blocks, spread_blocks
 from headwise.texts.corpus_info import CorpusInfo
 from headwise.texts.text_sets import TextSet, as_text_set, default_texts
@@ -185,11 +193,13 @@ def fulfil(
         if by_the_first(lambda: is_finished(asked, out, resume=resume)):
             _drop_cache(out)  # a kill may have come just before this
             return finished_run(out)
-        budget(loaded.model, _asked_work(asked))
+        run = by_the_first(lambda: resumed_versions(asked, out))
+        _tell_versions(run, progress)
+        budget(loaded.model, _asked_work(run))
         guard(loaded.model, recipe.block)
         track = _tracker(asked, out)  # refused before anything is written
         held = _held(loaded, keep, recipe, excluded)
-        job = Job(loaded.model, asked, blocks, out, track=track, held=held)
+        job = Job(loaded.model, run, blocks, out, track=track, held=held)
         return _finished(_run(loaded, job, resume, progress))
 
 
@@ -274,6 +284,13 @@ def _tell_recipe(recipe: Recipe, loaded: LoadedModel, corpus: Corpus, progress: 
     )
     if not corpus.validation and recipe.validation_blocks:
         stage(_UNVALIDATED, progress)
+
+
+def _tell_versions(run: RunSettings, progress: Progress) -> None:
+    """Say what a run that goes on was begun with, if that was something else."""
+    moved = [f"{name} {both}" for name, both in run.versions.items() if THEN in both]
+    if moved:
+        stage(f"begun under other versions: {'; '.join(moved)}", progress)
 
 
 def _run(loaded: LoadedModel, job: Job, resume: bool, progress: Progress) -> RepairRun:

@@ -261,6 +261,9 @@ def resumed_film(folder: Path, settings: WatchSettings, until: int) -> Film:
     if b"".join(rows) != whole:
         write_bytes(path, b"".join(rows))
     film = Film.load(folder)
+    if film.settings.readings < len(film.readings):  # killed between a row and its count
+        film = replace(film, settings=replace(film.settings, readings=len(film.readings)))
+        film.settings.save(folder)
     require_same_origin(
         Origin(str(folder / WATCH), kind=_kind(film.settings.model)),
         Origin(settings.model.id, kind=_kind(settings.model)),
