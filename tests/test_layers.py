@@ -27,6 +27,7 @@ ORDER = """
     plasticity
     proof
     therapy
+    pruning
     studies
     report
     handover

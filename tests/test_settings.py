@@ -26,8 +26,19 @@ VERBS_GROUP = typer.main.get_command(app)
 COMMANDS = {name: VERBS_GROUP.get_command(None, name) for name in STORY}
 
 # What only a person at a terminal needs: where to write, what to print, which files to read.
-TERMINAL = {"model", "texts", "lines", "out", "quiet", "yes", "figures", "write_row", "help"}
-TERMINAL |= {"csv", "dry_run", "init", "report"}
+TERMINAL = {
+    "model",
+    "texts",
+    "lines",
+    "out",
+    "quiet",
+    "yes",
+    "figures",
+    "write_row",
+    "help",
+    "also",
+}
+TERMINAL |= {"also", "csv", "dry_run", "init", "report"}
 # What only a program has: values in hand, and callbacks.
 PROGRAM = {"text_sets", "prompts", "budget", "progress", "joint", "stock", "directions"}
 PROGRAM |= {"measures", "rules", "checkpoints", "whole_layers", "excluded"}
@@ -42,6 +53,8 @@ VERBS = {
     "triage": headwise.triage,
     "repair": headwise.repair,
     "evaluate": headwise.evaluate,
+    "prune": headwise.prune,
+    "stream": headwise.stream,
     "complete": headwise.complete,
     "capture": headwise.capture,
     "plasticity": headwise.measure_plasticity,

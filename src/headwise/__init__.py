@@ -28,6 +28,8 @@ _PUBLIC = {
     "apply_patches": "handover.merging",
     "export_peft": "handover.adapter",
     "evaluate": "proof.evaluate",
+    "prune": "pruning.prune",
+    "stream": "pruning.stream",
     "compare": "proof.compare",
     "complete": "proof.completions",
     "capture": "plasticity.capture",
@@ -71,6 +73,8 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from headwise.proof.completions import complete as complete
     from headwise.proof.evaluate import evaluate as evaluate
     from headwise.proof.values import Comparison as Comparison, Evaluation as Evaluation
+    from headwise.pruning.prune import prune as prune
+    from headwise.pruning.stream import stream as stream
     from headwise.report.write import write_report as write_report
     from headwise.studies.run import run_study as run_study
     from headwise.surgery.plan import SurgeryPlan as SurgeryPlan, make_plan as make_plan

@@ -26,6 +26,8 @@ STORY = {
     "complete": "proof",
     "compare": "proof",
     "report": "study",
+    "prune": "prune",
+    "stream": "prune",
     "apply": "heads",
     "export": "handover",
     "push": "handover",

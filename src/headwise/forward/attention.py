@@ -349,14 +349,41 @@ def first_keys_mass(
     scores: Scores, lse: Float[Tensor, "batch head query"], count: int
 ) -> Float[Tensor, "batch head query key"]:
     """Attention on each of the first `count` keys: a sink need not stand on the very first."""
+    return (_first_logits(scores, count) - lse[..., None]).exp().clamp(max=1.0)
+
+
+def _first_logits(scores: Scores, count: int) -> Float[Tensor, "batch head query key"]:
+    """Masked logits of every query on the first `count` keys."""
     count = min(count, scores.length)
     logits = _per_group(scores.q.float(), scores.k[:, :, :count].float().transpose(-1, -2))
     logits = capped(scores, logits * scores.scale)
     if scores.bias is not None:
         logits = logits + scores.bias[..., :count]
-    share = (logits - lse[..., None]).exp()
-    allowed = _allowed(scores, 0, scores.length, 0)[..., :count]
-    return torch.where(allowed, share, 0.0).clamp(max=1.0)
+    return logits.masked_fill(~_allowed(scores, 0, scores.length, 0)[..., :count], MASKED)
+
+
+def attend_ends(
+    scores: Scores, v: Float[Tensor, "batch kv_head key value"], first: int, recent: int
+) -> tuple[Float[Tensor, "batch head query value"], Float[Tensor, "batch head query"]]:
+    """Attention on the first `first` keys and the `recent` last ones (the query's own included).
+
+    Each subset of keys is attended to alone and the two are weighed by their log-sum-exps, so
+    memory is that of a window. `exp(lse of the ends - lse of all)` is the attention they hold.
+    """
+    later = torch.arange(scores.length, device=scores.q.device)[None] >= first
+    visible = later.expand(len(scores.q), -1)
+    if scores.visible is not None:
+        visible = visible & scores.visible
+    window = min(recent, scores.window or recent)
+    near, near_lse = _tiled(replace(scores, sinks=None, window=window, visible=visible), v)
+    logits = _first_logits(scores, first)
+    far_lse = logits.logsumexp(-1)
+    far = _per_group((logits - far_lse[..., None]).exp(), v[:, :, : logits.shape[-1]])
+    lse = torch.logaddexp(near_lse, far_lse)
+    if scores.sinks is not None:
+        lse = torch.logaddexp(lse, scores.sinks.float()[None, :, None].expand_as(lse))
+    shares = (near_lse - lse).exp()[..., None], (far_lse - lse).exp()[..., None]
+    return (near * shares[0] + far * shares[1]).to(scores.q.dtype), lse
 
 
 def sink_share(

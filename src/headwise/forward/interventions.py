@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from headwise.errors import SettingsError
-from headwise.forward.attention import attend
+from headwise.forward.attention import attend, attend_ends
 from headwise.forward.mean_outputs import head_mean
 from headwise.forward.partial_run import Rerun
 from headwise.forward.tap import LayerAttention, tapped
@@ -50,10 +50,13 @@ def without_key(attention: LayerAttention, key: int) -> HeadOutputs:
     visible = visible.clone()
     visible[:, key] = False
     out, _lse = attend(replace(scores, visible=visible), attention.v)
-    if attention.before_gate is not None:  # the gate does not depend on where the head looks
-        own = attention.before_gate
-        out = out * torch.where(own == 0, 0.0, attention.out / own)
-    return torch.cat([attention.out[:, :, : key + 1], out[:, :, key + 1 :]], 2)
+    return torch.cat([attention.out[:, :, : key + 1], _gated(attention, out)[:, :, key + 1 :]], 2)
+
+
+def _gated(attention: LayerAttention, out: HeadOutputs) -> HeadOutputs:
+    """What is left of an output behind the gate, which does not depend on where the head looks."""
+    own = attention.before_gate
+    return out if own is None else out * torch.where(own == 0, 0.0, attention.out / own)
 
 
 def hidden_sink(sinks: Mapping[Head, int]) -> Intervention:
@@ -72,6 +75,16 @@ def hidden_sink(sinks: Mapping[Head, int]) -> Intervention:
 
 ZERO = Intervention("zero", _zeros)
 UNSINK = hidden_sink({})
+
+
+def first_and_recent(first: int, recent: int) -> Intervention:
+    """The heads see the `first` keys and the `recent` last ones only, as with a shortened cache."""
+
+    def outputs(attention: LayerAttention, _: Rerun) -> HeadOutputs:
+        out, _lse = attend_ends(attention.scores, attention.v, first, recent)
+        return _gated(attention, out)
+
+    return Intervention("first-and-recent", outputs)
 
 
 def mean_output(model: PreTrainedModel, means: Float[Tensor, "layer head value"]) -> Intervention:

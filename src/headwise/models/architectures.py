@@ -262,6 +262,14 @@ def max_positions(model: PreTrainedModel) -> int | None:
     return min((int(limit) for limit in named if limit), default=None)
 
 
+def layer_window(model: PreTrainedModel, layer: int) -> int | None:
+    """The sliding window of a layer in tokens, None for full attention."""
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None)
+    slides = kinds is None or kinds[layer] == "sliding_attention"
+    return getattr(config, "sliding_window", None) if slides else None
+
+
 def require_groups(model: PreTrainedModel) -> None:
     """Refuse heads that cannot share keys evenly; such a model does not run."""
     for layer in attention_layers(model):

@@ -37,6 +37,7 @@ from headwise.models.architectures import (
     backbone_of,
     device_of,
     geometry_of,
+    layer_window,
     positions_of,
 )
 from headwise.models.loaded_model import LoadedModel, takes_model
@@ -158,7 +159,8 @@ def _assemble(
     """One file per head from all portions, and `capture.json` with their rows and checksums."""
     folder = staging.parent
     groups = {layer: geometry_of(model, layer).group for layer in geometry_of(model).layers}
-    rows = assemble(staging, folder, heads, groups, _windows(model), info.settings.buckets)
+    windows = {layer: layer_window(model, layer) for layer in groups}
+    rows = assemble(staging, folder, heads, groups, windows, info.settings.buckets)
     checksums = {name: file_checksum(folder / name / DATA) for name in rows}
     write_text(folder / "README.md", _readme(info))
     info = replace(info, rows=rows, checksums=checksums, finished=True)
@@ -361,17 +363,6 @@ def _padded(model: PreTrainedModel, ids: Tensor) -> Tensor:
     geometry = geometry_of(model)
     extra = ids.shape[1] in (geometry.num_heads, geometry.num_kv_heads)
     return torch.nn.functional.pad(ids, (0, int(extra)))
-
-
-def _windows(model: PreTrainedModel) -> dict[int, int | None]:
-    """The sliding window of each layer in tokens, None for full attention."""
-    config = model.config.get_text_config()
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    layers = geometry_of(model).layers
-    if kinds is None:
-        return dict.fromkeys(layers, window)
-    return {layer: window if kinds[layer] == "sliding_attention" else None for layer in layers}
 
 
 def _readme(info: CaptureInfo) -> str:
