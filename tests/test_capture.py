@@ -16,7 +16,7 @@ from headwise.heads import Head
 from headwise.models.architectures import geometry_of, positions_of
 from headwise.plasticity import capture
 from headwise.plasticity.buckets import bucket_of
-from headwise.plasticity.capture import _vectors
+from headwise.plasticity.capture import layer_vectors
 from headwise.plasticity.settings import CaptureSettings, parse_buckets
 from headwise.texts.text_sets import TextSet
 from planned import random_ids
@@ -55,7 +55,7 @@ def rebuilt_attention(model, layer, q, k):
 def test_captured_vectors_rebuild_the_models_attention(model):
     with torch.inference_mode():
         expected = model(IDS, output_attentions=True, use_cache=False)
-    found = _vectors(model, IDS, [0, 1], False)
+    found = layer_vectors(model, IDS, [0, 1], False)
     assert [layer for layer, _, _ in found] == [0, 1]
     geometry = geometry_of(model)
     for layer, q, k in found:
@@ -71,8 +71,8 @@ def test_captured_vectors_rebuild_the_models_attention(model):
 
 def test_before_rotation_vectors_differ_by_a_rotation_only(model):
     """RoPE keeps lengths, and does nothing at position 0; other families rotate nothing."""
-    rotated = _vectors(model, IDS, [0, 1], False)
-    plain = _vectors(model, IDS, [0, 1], True)
+    rotated = layer_vectors(model, IDS, [0, 1], False)
+    plain = layer_vectors(model, IDS, [0, 1], True)
     for (layer, *after), (same, *before) in zip(rotated, plain, strict=True):
         assert layer == same
         for x, y in zip(after, before, strict=True):
@@ -100,7 +100,9 @@ def test_clipped_queries_are_captured_clipped():
         clip_qkv=0.5,
     )
     model = sharp_model(config)
-    (_, after, _), (_, before, _) = (_vectors(model, IDS, [0], flag)[0] for flag in (False, True))
+    (_, after, _), (_, before, _) = (
+        layer_vectors(model, IDS, [0], flag)[0] for flag in (False, True)
+    )
     assert before.abs().max() == 0.5
     assert (before.norm(dim=-1) - after.norm(dim=-1)).abs().max() < 1e-5
 
@@ -109,7 +111,7 @@ def test_clipped_queries_are_captured_clipped():
 def test_a_text_as_long_as_there_are_heads_is_not_turned_on_its_side(name):
     model = tiny_model(name)
     ids = IDS[:, : geometry_of(model).num_heads]
-    whole, short = (_vectors(model, part, [1], True)[0] for part in (IDS, ids))
+    whole, short = (layer_vectors(model, part, [1], True)[0] for part in (IDS, ids))
     for x, y in zip(whole[1:], short[1:], strict=True):
         assert torch.allclose(x[:, :, : ids.shape[1]], y, atol=1e-3)
 
@@ -142,7 +144,7 @@ def test_unknown_buckets_are_an_error(text):
 def test_a_base_rate_keeps_that_many_rows_a_text_and_bucket(text):
     settings = CaptureSettings(buckets=text, base_rate=3.0)
     length, texts = 127, 600
-    kept = np.stack([capture._kept(length, i, 0, "q", settings) for i in range(texts)])
+    kept = np.stack([capture.kept_positions(length, i, 0, "q", settings) for i in range(texts)])
     buckets = bucket_of(text, np.arange(length))
     for bucket in np.unique(buckets):
         width = (buckets == bucket).sum()
@@ -150,11 +152,11 @@ def test_a_base_rate_keeps_that_many_rows_a_text_and_bucket(text):
         full = 16 if text.startswith("uniform") else 2.0**bucket
         expected = min(1.0, 3.0 / full) * width
         assert rows == pytest.approx(expected, abs=4 * np.sqrt(expected / texts) + 1e-9), bucket
-    again = capture._kept(length, 5, 0, "q", settings)
+    again = capture.kept_positions(length, 5, 0, "q", settings)
     assert (again == kept[5]).all()
     others = [
-        capture._kept(length, 5, 1, "q", settings),
-        capture._kept(length, 5, 0, "k", settings),
+        capture.kept_positions(length, 5, 1, "q", settings),
+        capture.kept_positions(length, 5, 0, "k", settings),
     ]
     assert not any((again == other).all() for other in others)
 
@@ -206,7 +208,7 @@ def test_the_files_hold_every_token_of_every_head(speaker, tmp_path):
     assert table["bucket"] == [p // 8 for p in table["position"]]
     assert set(table["sliding_window"]) == {None}
     ids = torch.tensor([tokenizer(SENTENCES[2])["input_ids"]])
-    [(_, q1, k1)] = _vectors(model, ids, [1], False)
+    [(_, q1, k1)] = layer_vectors(model, ids, [1], False)
     rows = [i for i, e in enumerate(table["example_id"]) if e == 2]
     assert np.allclose(np.array(table["vector"])[rows], q1[0, 3].numpy(), atol=1e-4)
     keys = pq.read_table(tmp_path / "l01h01k" / "data.parquet").to_pydict()
@@ -264,7 +266,7 @@ def test_bos_and_max_length_are_honoured(speaker, tmp_path):
 def test_a_killed_capture_goes_on_where_it_stopped(speaker, tmp_path, monkeypatch, done_portions):
     monkeypatch.setattr(capture, "_PORTION_TEXTS", 2)
     whole = captured(speaker, tmp_path / "whole")
-    real, calls = capture._capture_portion, []
+    real, calls = capture.capture_portion, []
 
     class Killed(Exception):
         pass
@@ -277,7 +279,7 @@ def test_a_killed_capture_goes_on_where_it_stopped(speaker, tmp_path, monkeypatc
         calls.append(portion[0])
         real(model, portion, path, *rest)
 
-    monkeypatch.setattr(capture, "_capture_portion", dying)
+    monkeypatch.setattr(capture, "capture_portion", dying)
     with pytest.raises(Killed):
         captured(speaker, tmp_path / "killed")
     resumed = []
@@ -286,7 +288,7 @@ def test_a_killed_capture_goes_on_where_it_stopped(speaker, tmp_path, monkeypatc
         resumed.append(portion[0])
         real(model, portion, path, *rest)
 
-    monkeypatch.setattr(capture, "_capture_portion", counting)
+    monkeypatch.setattr(capture, "capture_portion", counting)
     with pytest.raises(ArtefactError, match="there is a capture here already"):
         captured(speaker, tmp_path / "killed")
     captured(speaker, tmp_path / "killed", resume=True)
@@ -297,7 +299,7 @@ def test_a_killed_capture_goes_on_where_it_stopped(speaker, tmp_path, monkeypatc
 def test_resuming_a_finished_capture_does_nothing(speaker, tmp_path, monkeypatch):
     done = captured(speaker, tmp_path)
     before = files(tmp_path)
-    monkeypatch.setattr(capture, "_capture_portion", None)
+    monkeypatch.setattr(capture, "capture_portion", None)
     again = captured(speaker, tmp_path, resume=True)
     assert again == done
     assert files(tmp_path) == before
@@ -308,14 +310,14 @@ def test_resuming_a_finished_capture_does_nothing(speaker, tmp_path, monkeypatch
 def test_only_one_portion_of_texts_is_held_at_once(speaker, tmp_path, monkeypatch):
     monkeypatch.setattr(capture, "_PORTION_TEXTS", 2)
     held = []
-    real = capture._capture_portion
+    real = capture.capture_portion
 
     def watching(model, portion, path, *rest):
         held.append(len(portion[1]))
         real(model, portion, path, *rest)
         assert (path / "done").exists()
 
-    monkeypatch.setattr(capture, "_capture_portion", watching)
+    monkeypatch.setattr(capture, "capture_portion", watching)
     captured(speaker, tmp_path)
     assert held == [2, 2, 1]
     assert not (tmp_path / capture.STAGING).exists()

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from headwise.cli import app
 from headwise.cli.show import cost_tables
-from headwise.cli.study import _runnable
+from headwise.cli.study import without_missing_extras
 from headwise.diagnosis.settings import Thresholds
 from headwise.diagnosis.values import diagnosis_from
 from headwise.errors import ArtefactError, SettingsError, TrainingError
@@ -32,9 +32,8 @@ from headwise.proof.values import DocumentLosses, Evaluation, HeadCosts
 from headwise.provenance import Provenance
 from headwise.studies.estimate import estimate_study
 from headwise.studies.run import run_study
-from headwise.studies.spread_runs import RunEnd
 from headwise.studies.study import STUDIES, load_study
-from headwise.studies.summary import _difference
+from headwise.studies.summary import arm_difference
 from headwise.texts.text_sets import TextSet
 from planned import made_model
 
@@ -406,9 +405,8 @@ def test_a_run_that_fails_does_not_keep_the_others_from_their_end(
     def ends(items, workers, progress):
         for item in items:
             taken.append(str(item))
-            yield RunEnd(
-                item, (), TrainingError("no step", where=item) if len(taken) == 1 else None
-            )
+            failure = TrainingError("no step", where=item) if len(taken) == 1 else None
+            yield replace(item, failure=failure)
 
     monkeypatch.setattr("headwise.studies.spread_runs._ends", ends)
     path = write_study(tmp_path / "s.yaml", model_dir, corpus_dir)
@@ -442,11 +440,11 @@ def losses_of(*sums):
 def test_arms_with_the_same_seeds_are_paired_seed_by_seed():
     left = [losses_of(10.0, 12.0), losses_of(20.0, 24.0)]
     right = [losses_of(9.0, 10.0), losses_of(21.0, 26.0)]
-    found, back = _difference(left, right, "t"), _difference(right, left, "t")
+    found, back = arm_difference(left, right, "t"), arm_difference(right, left, "t")
     assert found.by_seed == pytest.approx([0.15, -0.15])
     assert back.by_seed == pytest.approx([-0.15, 0.15])
     assert found.value == pytest.approx(0.0)
-    alone = _difference(left, right[:1], "t")
+    alone = arm_difference(left, right[:1], "t")
     assert alone.by_seed == pytest.approx([0.15, 1.25])
 
 
@@ -462,7 +460,7 @@ def test_a_new_study_file_is_a_valid_study_and_replaces_nothing(tmp_path, monkey
 
 def test_the_demo_runs_without_the_lora_extra(monkeypatch, capsys):
     demo = load_study("demo")
-    assert _runnable(demo) == demo
+    assert without_missing_extras(demo) == demo
     monkeypatch.setattr("headwise.cli.study.find_spec", lambda name: None)
-    assert [arm.mode for arm in _runnable(demo).arms].count("lora") == 0
+    assert [arm.mode for arm in without_missing_extras(demo).arms].count("lora") == 0
     assert "headwise[lora]" in capsys.readouterr().out

@@ -75,9 +75,9 @@ def grid_of(layers: Sequence[int], cells: Sequence[Sequence[tuple[str, str]]]) -
     text.append("".join(numbers) + "\n", style="dim")
     for layer, row in reversed(list(zip(layers, cells, strict=True))):
         text.append(f"{layer:>10} ", style="dim")
-        for told, colour in row:
+        for label, colour in row:
             style = f"black on {colour}" if colour else "dim"
-            text.append(f"{told:>3}" if wide else told[-1], style=style)
+            text.append(f"{label:>3}" if wide else label[-1], style=style)
         text.append("\n")
     return text
 
@@ -114,19 +114,19 @@ _MARGIN = 11  # columns before the first head of a grid
 def cost_tables(name: str, rows: Sequence[Sequence[object]]) -> list[RichTable | str]:
     """What a study would run, and its totals; minutes and MB are the last two columns."""
     columns = ("run", "corpus", "passes", "steps", "M tokens", "minutes", "MB")
-    found: list[RichTable | str] = [rich_table(table(f"study {name}", columns, rows))]
+    shown: list[RichTable | str] = [rich_table(table(f"study {name}", columns, rows))]
     if any(row[-2] is None for row in rows):
-        found.append("time and disk: unknown, the model's configuration is not at hand")
+        shown.append("time and disk: unknown, the model's configuration is not at hand")
     else:
         minutes, megabytes = (sum(float(str(row[at])) for row in rows) for at in (-2, -1))
-        found.append(f"about {minutes:.0f} minutes on this machine and {megabytes:.0f} MB")
-    return found
+        shown.append(f"about {minutes:.0f} minutes on this machine and {megabytes:.0f} MB")
+    return shown
 
 
-def plasticity_table(found: Plasticity) -> RichTable:
+def plasticity_table(plasticity: Plasticity) -> RichTable:
     """Plasticity by layer: mean, smallest and largest head."""
     rows: dict[int, list[float]] = {}
-    for head in found.heads:
+    for head in plasticity.heads:
         if head.ap_overall is not None:
             rows.setdefault(head.layer, []).append(head.ap_overall)
     cells = [[layer, len(v), sum(v) / len(v), min(v), max(v)] for layer, v in sorted(rows.items())]

@@ -76,11 +76,11 @@ def demo_verb(out: Out = Path("out/demo")) -> None:
 
     going_on = resumable("the same command goes on where it stopped")
     with going_on, progress_bars() as progress:
-        folder = run_study(_runnable(load_study("demo")), out=out, progress=progress)
+        folder = run_study(without_missing_extras(load_study("demo")), out=out, progress=progress)
     _write_report(folder, folder)
 
 
-def _runnable(study: Study) -> Study:
+def without_missing_extras(study: Study) -> Study:
     """The study without its lora arms where peft, an optional extra, is not installed."""
     if find_spec("peft"):
         return study

@@ -94,7 +94,7 @@ def capture(
     is, before it starts.
     """
     read = [Patch.load(patch) if isinstance(patch, Path) else patch for patch in patches]
-    found, how = as_text_set(texts, loaded.id), settings or CaptureSettings()
+    chosen_texts, how = as_text_set(texts, loaded.id), settings or CaptureSettings()
     trained = [(patch.info.bos, "the patch") for patch in read]
     loaded = loaded.reading(how.bos, *trained, progress=progress)
     geometry = geometry_of(loaded.model)
@@ -105,15 +105,15 @@ def capture(
     if not chosen:
         raise SelectionError("no head is chosen", fix="choose other --layers or --heads")
     how = replace(how, bos=loaded.bos, max_length=loaded.length(how.max_length))
-    tokens = token_count(loaded, found.texts, how.max_length)
+    tokens = token_count(loaded, chosen_texts.texts, how.max_length)
     less = "--texts, --max-length, --layers"
     batch = batch_size * how.max_length
     size = vector_bytes(tokens, heads, geometry)
     budget(loaded.model, Work(tokens, batch, written=size, waiting=tokens, less=less))
-    info = _describe(loaded, found, how, chosen)  # the base, before patches
+    info = _describe(loaded, chosen_texts, how, chosen)  # the base, before patches
     info = replace(info, patch=read[-1].fingerprint() if read else STOCK)
     with one_writer(Path(out)), applied(loaded.model, read):
-        encoded = encode_for(loaded, found.texts, max_length=how.max_length)
+        encoded = encode_for(loaded, chosen_texts.texts, max_length=how.max_length)
         folder = Path(out) if how.layout == "new" else Path(out) / re.sub(r"\W", "_", loaded.id)
         info = replace(info, folder=folder)
         finished = by_the_first(lambda: _finished(folder, info, resume))
@@ -139,7 +139,7 @@ def _capture_all(
     def capture_missing(path: Path) -> None:
         if not is_whole(path):
             with each_writes():
-                _capture_portion(model, portions[path], path, heads, info.settings, batch_size)
+                capture_portion(model, portions[path], path, heads, info.settings, batch_size)
 
     if stored_weights(model) is not None:
         missing = {path: part for path, part in portions.items() if not is_whole(path)}
@@ -228,7 +228,7 @@ def _prepare(info: CaptureInfo) -> Path:
     return staging
 
 
-def _capture_portion(
+def capture_portion(
     model: PreTrainedModel,
     portion: tuple[int, list[list[int]]],
     path: Path,
@@ -239,12 +239,12 @@ def _capture_portion(
     """Run one portion of texts and put the kept vectors of each layer and kind on disk."""
     first, encoded = portion
     layers = sorted({head.layer for head in heads})
-    found: dict[tuple[int, Kind], list[Rows]] = {}
+    by_layer: dict[tuple[int, Kind], list[Rows]] = {}
     for batch in batches(encoded, batch_size, model=model):
-        for layer, q, k in _vectors(model, batch.ids, layers, settings.pre_rope):
+        for layer, q, k in layer_vectors(model, batch.ids, layers, settings.pre_rope):
             for kind, rows in _rows(batch, first, layer, (q, k), settings):
-                found.setdefault((layer, kind), []).extend(rows)
-    for (layer, kind), rows in found.items():
+                by_layer.setdefault((layer, kind), []).extend(rows)
+    for (layer, kind), rows in by_layer.items():
         stage_rows(path, layer, kind, rows)
     end_portion(path)
 
@@ -261,7 +261,7 @@ def _rows(
     for kind, values in zip(kinds, vectors, strict=True):
         rows = []
         for row, text in enumerate(batch.index):
-            keep = _kept(int(batch.lengths[row]), first + text, layer, kind, settings)
+            keep = kept_positions(int(batch.lengths[row]), first + text, layer, kind, settings)
             position = np.flatnonzero(keep)
             value = values[row, :, torch.from_numpy(position)].float().cpu().numpy()
             rows.append((first + text, position, value))
@@ -289,11 +289,11 @@ def _streamed_capture(
     hidden = _needs_unrotated(model, settings.pre_rope)
     waiting: dict[Kind, list[Rows]] = {"q": [], "k": []}
 
-    def take(number: int, layer: int | None, found: tuple[Tensor, Tensor] | None) -> None:
-        if layer is None or found is None:
+    def take(number: int, layer: int | None, vectors: tuple[Tensor, Tensor] | None) -> None:
+        if layer is None or vectors is None:
             return
         path, first, batch = work[number]
-        for kind, rows in _rows(batch, first, layer, found, settings):
+        for kind, rows in _rows(batch, first, layer, vectors, settings):
             waiting[kind] += rows
             if number == last[path]:
                 stage_rows(path, layer, kind, waiting[kind])
@@ -318,7 +318,7 @@ def _streamed_capture(
         end_portion(path)
 
 
-def _kept(
+def kept_positions(
     length: int, example: int, layer: int, kind: Kind, settings: CaptureSettings
 ) -> Bool[np.ndarray, "row"]:
     """Which positions are kept: one mask for all heads of a layer and kind, by seed."""
@@ -328,7 +328,7 @@ def _kept(
     return generator.random(length) < share
 
 
-def _vectors(
+def layer_vectors(
     model: PreTrainedModel, ids: Tensor, layers: list[int], pre_rope: bool
 ) -> list[tuple[int, Tensor, Tensor]]:
     """(layer, q, k) of one batch, (text, head, position, dim), post- or pre-position."""

@@ -138,23 +138,23 @@ def find_heads(root: Path, model_dir: str | None = None) -> QKFolder:
     if not is_there(root) or not root.is_dir():
         raise ArtefactError("no such folder of captured vectors", where=root, fix="check the path")
     candidates = [root / model_dir] if model_dir is not None else [root, *sorted(root.iterdir())]
-    found = [folder for path in candidates if (folder := _scan(path)) is not None]
+    folders = [folder for path in candidates if (folder := _scan(path)) is not None]
     if (
-        found and found[0].path == root
+        folders and folders[0].path == root
     ):  # the new layout: what lies beside the head folders is not data
-        return found[0]
-    if len(found) > 1:
-        names = ", ".join(folder.path.name for folder in found)
+        return folders[0]
+    if len(folders) > 1:
+        names = ", ".join(folder.path.name for folder in folders)
         raise ArtefactError(
             f"several models here: {names}", where=root, fix="name one of them with model_dir"
         )
-    if not found:
+    if not folders:
         raise ArtefactError(
             "no captured heads here: no folder is named like l00h00q",
             where=candidates[0],
             fix="pass the folder that `headwise capture` wrote, or the model's folder in it",
         )
-    return found[0]
+    return folders[0]
 
 
 def _scan(path: Path) -> QKFolder | None:

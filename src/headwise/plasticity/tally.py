@@ -55,9 +55,9 @@ def open_cells(
 
 def choose_documents(*examples: Int64[np.ndarray, " _"]) -> tuple[np.ndarray, int]:
     """At most `MAX_DOCUMENTS` evenly chosen documents, ascending, and how many there are."""
-    found = np.unique(np.concatenate(examples))
-    step = -(-len(found) // MAX_DOCUMENTS)
-    return found[::step], len(found)
+    documents = np.unique(np.concatenate(examples))
+    step = -(-len(documents) // MAX_DOCUMENTS)
+    return documents[::step], len(documents)
 
 
 def document_index(

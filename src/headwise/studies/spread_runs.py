@@ -41,7 +41,7 @@ _ONE_RUN = threading.Lock()  # of a process: patches change the model that its t
 
 @dataclass(frozen=True)
 class OneRun:
-    """What a worker is given."""
+    """What a worker is given, and gives back with its stages and its known failure, if any."""
 
     out: Path
     arm: str
@@ -49,18 +49,11 @@ class OneRun:
     threads: int  # sums over several threads have other bits: as many as the asking process has
     study: str = field(repr=False)  # as JSON
     mark: str = ""  # of this start of the study, where lost workers are only seen by their traces
+    stages: tuple[str, ...] = ()  # that it would have reported
+    failure: HeadwiseError | None = None
 
     def __str__(self) -> str:
         return f"{self.arm} s{self.seed}"
-
-
-@dataclass(frozen=True)
-class RunEnd:
-    """What a worker gives back: stages that it would have reported, and its known failure."""
-
-    run: OneRun
-    stages: tuple[str, ...] = ()
-    failure: HeadwiseError | None = None
 
 
 def run_arms(
@@ -94,7 +87,7 @@ def _run_apart(
             for line in end.stages:
                 stage(line, setting.progress)
             if end.failure is not None:
-                stage(f"{end.run} failed; the other runs go on", setting.progress)
+                stage(f"{end} failed; the other runs go on", setting.progress)
                 failures.append(end.failure)
     finally:
         shutil.rmtree(out / _MARKS, ignore_errors=True)
@@ -102,14 +95,14 @@ def _run_apart(
         raise failures[0]
 
 
-def _counted(ends: Iterator[RunEnd], total: int, progress: Progress) -> Iterator[RunEnd]:
+def _counted(ends: Iterator[OneRun], total: int, progress: Progress) -> Iterator[OneRun]:
     progress("runs", 0, total, "")
     for done, end in enumerate(ends, 1):
         yield end
-        progress("runs", done, total, str(end.run))
+        progress("runs", done, total, str(end))
 
 
-def _ends(items: Sequence[OneRun], workers: Workers, progress: Progress) -> Iterator[RunEnd]:
+def _ends(items: Sequence[OneRun], workers: Workers, progress: Progress) -> Iterator[OneRun]:
     if workers.backend == "joblib":
 
         def lost(run: OneRun) -> None:
@@ -154,7 +147,7 @@ def _cores() -> int:
     return len(allowed(0)) if allowed else os.cpu_count() or 1
 
 
-def run_here(run: OneRun) -> RunEnd:
+def run_here(run: OneRun) -> OneRun:
     """In a worker: one arm with one seed, from its checkpoints if there are any."""
     stages: list[str] = []
 
@@ -170,8 +163,8 @@ def run_here(run: OneRun) -> RunEnd:
         try:
             _run(run, listen)
         except HeadwiseError as failure:
-            return RunEnd(run, tuple(stages), failure)
-    return RunEnd(run, tuple(stages))
+            return replace(run, stages=tuple(stages), failure=failure)
+    return replace(run, stages=tuple(stages))
 
 
 def _run(run: OneRun, progress: Progress) -> None:

@@ -117,11 +117,11 @@ def summarise_study(out: Path, study: Study) -> StudySummary:
         study=study.name,
         arms={name: _arm(name, seeds, stock) for name, seeds in arms.items()},
         against_stock={
-            name: {text: _difference(seeds, [stock], text) for text in stock.text_sets}
+            name: {text: arm_difference(seeds, [stock], text) for text in stock.text_sets}
             for name, seeds in arms.items()
         },
         between_arms={
-            name: {text: _difference(left, right, text) for text in stock.text_sets}
+            name: {text: arm_difference(left, right, text) for text in stock.text_sets}
             for name, (left, right) in pairs.items()
         },
         provenance=Provenance(versions=versions()),
@@ -163,7 +163,7 @@ def _arm(name: str, evaluations: list[Evaluation], stock: Evaluation) -> ArmSumm
     )
 
 
-def _difference(left: list[Evaluation], right: list[Evaluation], text: str) -> ArmDifference:
+def arm_difference(left: list[Evaluation], right: list[Evaluation], text: str) -> ArmDifference:
     """The interval is over documents.
 
     Arms with the same number of seeds are paired seed by seed (the same data in the same order);

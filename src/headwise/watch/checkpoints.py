@@ -31,18 +31,18 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
 
 def checkpoints_in(folder: Path) -> list[tuple[int, Path]]:
     """The checkpoints of a folder with their steps, in order of steps."""
-    found = [
+    checkpoints = [
         (int(match[1]), path)
         for path in sorted(folder.iterdir() if folder.is_dir() else ())
         if path.is_dir() and (match := _NUMBERED.fullmatch(path.name))
     ]
-    if not found:
+    if not checkpoints:
         raise ArtefactError(
             "no checkpoints here",
             where=folder,
             fix="pass the folder that holds checkpoint-100, checkpoint-200, ...",
         )
-    return sorted(found)
+    return sorted(checkpoints)
 
 
 def watch_checkpoints(

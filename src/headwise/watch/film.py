@@ -96,8 +96,8 @@ class WatchSettings:
 
     def reading(self, step: int, maps: Mapping[str, np.ndarray]) -> FilmReading:
         """A reading with its sick heads named."""
-        found = self.diagnosed(maps)
-        heads = heads_where(found.sick, self.model.layers)
+        diagnosis = self.diagnosed(maps)
+        heads = heads_where(diagnosis.sick, self.model.layers)
         return FilmReading(step, maps, tuple(str(head) for head in heads))
 
     def diagnosed(self, maps: Mapping[str, np.ndarray]) -> Diagnosis:
@@ -127,11 +127,11 @@ class Film:
     @cached_property
     def first_sick(self) -> dict[str, int]:
         """The step at which each head that was ever sick first counted as sick."""
-        found: dict[str, int] = {}
+        steps: dict[str, int] = {}
         for reading in self.readings:
             for head in reading.sick:
-                found.setdefault(head, reading.step)
-        return found
+                steps.setdefault(head, reading.step)
+        return steps
 
     def trajectory(self, head: Head | str, measure: str = "first_token_mass") -> np.ndarray:
         """One measure of one head, reading by reading."""
@@ -157,12 +157,12 @@ class Film:
         later, model = self.with_reading(reading), self.settings.model
         known = {(alarm.kind, alarm.head) for alarm in self.alarms}
         names = [[str(Head(n, i)) for i in range(model.num_heads)] for n in model.layer_numbers]
-        found: list[HeadAlarm] = []
+        alarms: list[HeadAlarm] = []
         for rule in self.settings.rules:
             last = later.readings[-rule.readings :]
             values = np.array([one.maps[rule.measure] for one in last])
-            found += rule_alarms(rule, [one.step for one in last], values, names)
-        fresh = [alarm for alarm in found if (alarm.kind, alarm.head) not in known]
+            alarms += rule_alarms(rule, [one.step for one in last], values, names)
+        fresh = [alarm for alarm in alarms if (alarm.kind, alarm.head) not in known]
         return replace(reading, alarms=tuple(fresh))
 
     def to_frame(self) -> pd.DataFrame:

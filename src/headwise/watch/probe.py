@@ -74,10 +74,10 @@ def _measure(
         def read(
             attention: LayerAttention, weights: Tensor = weights, rows: list[int] = rows
         ) -> None:
-            found = watched_measures(attention, weights)
+            measured = watched_measures(attention, weights)
             row = geometry.layers.index(attention.layer)
             for name, array in values.items():
-                array[rows, row] = found[name].cpu().numpy()
+                array[rows, row] = measured[name].cpu().numpy()
 
         with tapped(model, read):
             backbone_of(model)(input_ids=batch.ids.to(device), use_cache=False)
@@ -92,20 +92,20 @@ def _measure(
 
 def bare(model: nn.Module) -> PreTrainedModel:
     """The causal LM inside compile, DDP and PEFT wrappers; a sharded one is refused."""
-    found: Any = model
+    inside: Any = model
     while True:
-        inner = getattr(found, "_orig_mod", None) or getattr(found, "module", None)
-        if inner is None and hasattr(found, "peft_config") and hasattr(found, "get_base_model"):
-            inner = found.get_base_model()
+        inner = getattr(inside, "_orig_mod", None) or getattr(inside, "module", None)
+        if inner is None and hasattr(inside, "peft_config") and hasattr(inside, "get_base_model"):
+            inner = inside.get_base_model()
         if inner is None:
             break
-        found = inner
-    if any(hasattr(p, "ds_id") or hasattr(p, "placements") for p in found.parameters()):
+        inside = inner
+    if any(hasattr(p, "ds_id") or hasattr(p, "placements") for p in inside.parameters()):
         raise HeadwiseError(
             "the weights are sharded (FSDP or ZeRO-3): no process has a whole head",
             fix="save checkpoints, and film them with `headwise watch CHECKPOINTS/`",
         )
-    whole: PreTrainedModel = found
+    whole: PreTrainedModel = inside
     return whole
 
 

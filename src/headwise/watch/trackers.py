@@ -79,13 +79,13 @@ def trainer_trackers(report_to: Sequence[str], output_dir: str) -> list[Any]:
     the first: TensorBoard shows both as one run.
     """
     runs = [name for name in ("wandb", "trackio") if name in report_to and name in sys.modules]
-    found: list[Any] = [sys.modules[name] for name in runs]
+    trackers: list[Any] = [sys.modules[name] for name in runs]
     folder = _event_folder(output_dir) if "tensorboard" in report_to else None
     if folder is not None:
         from torch.utils.tensorboard import SummaryWriter
 
-        found.append(SummaryWriter(log_dir=str(folder), filename_suffix=".heads"))
-    return found
+        trackers.append(SummaryWriter(log_dir=str(folder), filename_suffix=".heads"))
+    return trackers
 
 
 def _event_folder(output_dir: str) -> Path | None:
