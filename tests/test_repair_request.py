@@ -15,7 +15,9 @@ from headwise.artefacts import load_artefact
 from headwise.cli import app
 from headwise.diagnosis.diagnose import diagnose
 from headwise.diagnosis.settings import Thresholds
+from headwise.diagnosis.symptoms import Symptom
 from headwise.errors import ArtefactError, SelectionError
+from headwise.heads import Head
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.loading import load_model
 from headwise.models.patch import Patch
@@ -33,6 +35,7 @@ from headwise.texts.text_sets import TextSet, document_hash
 from headwise.therapy import auto, ill_heads
 from headwise.therapy.ill_heads import find_ill_heads
 from headwise.therapy.repair import repair
+from headwise.therapy.values import Therapy
 from planned import TINY_RECIPE, plan_for, random_corpus, small_texts, weight_bits
 
 RECIPE = TINY_RECIPE.model_copy(update={"steps": 2, "validate_every": 2, "block": 48})
@@ -262,9 +265,9 @@ def test_auto_triages_each_head_once_and_measures_each_layer_once(tmp_path, monk
         triaged.extend(plan.target_heads)
         return real_triage(model, plan, *args, **options)
 
-    def measure(model, blocks, layers):
+    def measure(model, blocks, layers, sinks=None):
         measured.extend(set(layers))
-        return real_measure(model, blocks, layers)
+        return real_measure(model, blocks, layers, sinks)
 
     for module in (auto, ill_heads):
         monkeypatch.setattr(module, "triage_heads", triage)
@@ -273,7 +276,12 @@ def test_auto_triages_each_head_once_and_measures_each_layer_once(tmp_path, monk
     monkeypatch.setattr(
         "headwise.therapy.repair.find_ill_heads",
         lambda *args, **options: find_ill_heads(
-            *args, symptoms="L2H7 & sick", drowsy="L4-5 & first_token_mass > 0.3", **options
+            *args,
+            rows=[
+                Symptom("sink", "L2H7 & sick", True, ""),
+                Symptom("drowsy", "L4-5 & first_token_mass > 0.3", False, ""),
+            ],
+            **options,
         ),
     )
     texts = TextSet("some", tuple(patient_texts("train"))[:40])
@@ -288,7 +296,8 @@ def test_auto_triages_each_head_once_and_measures_each_layer_once(tmp_path, monk
         changes={"steps": 0},
     )
     assert triaged
-    assert len(set(triaged)) == len(triaged)
+    again = list(Therapy.load(tmp_path).revised)  # while the others were treated
+    assert sorted([*set(triaged), *map(Head.parse, again)]) == sorted(triaged)
     assert len(set(measured)) == len(measured)
 
 

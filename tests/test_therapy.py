@@ -12,6 +12,7 @@ import torch
 from conftest import tiny_language_model, tiny_model, tiny_tokenizer
 from headwise.artefacts import load_artefact
 from headwise.diagnosis.diagnose import diagnose
+from headwise.diagnosis.symptoms import Symptom
 from headwise.errors import ArtefactError, SelectionError, TextError
 from headwise.forward.losses import divergence
 from headwise.heads import Head
@@ -231,13 +232,14 @@ def test_a_repair_without_validation_text_says_that_nothing_is_known_of_its_wort
 
 def test_a_drowsy_head_is_ill_only_if_a_treatment_wakes_it(asleep):
     loaded, _, corpus = asleep
-    recipe, nothing = RECIPES["patient"], "output_norm_ratio < 0.0"  # staring is no illness now
-    found = find_ill_heads(loaded, corpus, recipe, symptoms=nothing)
+    recipe = RECIPES["patient"]
+    drowsy = Symptom("drowsy", "first_token_mass > 0.3", False, "")  # staring is no illness now
+    found = find_ill_heads(loaded, corpus, recipe, rows=[drowsy])
     ill = found.plan.target_heads
     assert Head(4, 7) in ill
     assert len(ill) < 20  # all of them look at the first token, most gain nothing by not doing so
     assert set(found.triaged) == set(ill)  # auto need not triage them again
-    awake = find_ill_heads(loaded, corpus, recipe, symptoms=nothing, drowsy="first_token_mass > 1")
+    awake = find_ill_heads(loaded, corpus, recipe, rows=[])
     assert awake.plan.target_heads == []
 
 

@@ -8,7 +8,7 @@ keeps its older meaning, a sink on the first token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,7 +37,7 @@ SYMPTOMS = (
     ),
     # the least of the healthy heads that were seen: 0.48
     Symptom("silent", "output_norm_ratio < 0.05", True, "did its values decay, or is it empty?"),
-    Symptom("flat", "normalized_entropy > 0.985", False, "is an average all it gives?"),
+    Symptom("flat", "normalized_entropy > 0.985", True, "does sharpen help, or training?"),
     Symptom("low_entropy", "low_entropy", False, "is what it looks at what it should look at?"),
     # where Gu et al. (2410.10781) begin to speak of a sink
     Symptom("drowsy", "first_token_mass > 0.3", False, "is it asleep?"),
@@ -48,10 +48,11 @@ def heads_by_symptom(
     maps: Mapping[str, Float[np.ndarray, "layer head"]],
     sets: Mapping[str, list[Head]],
     layers: tuple[int, ...] | None,
+    rows: Sequence[Symptom] = SYMPTOMS,
 ) -> dict[str, list[Head]]:
     """The heads with each symptom; one whose measure is not among the maps has none."""
     num_layers, num_heads = maps["first_token_mass"].shape
-    known = [row for row in SYMPTOMS if _measures(row.where) <= set(maps) | set(sets)]
+    known = [row for row in rows if _measures(row.where) <= set(maps) | set(sets)]
     return {
         row.name: select_heads(
             row.where,
@@ -66,4 +67,6 @@ def heads_by_symptom(
 
 
 def _measures(where: str) -> set[str]:
-    return {part.split()[0] for part in where.split("&")}
+    """The words and measures that a selection names; heads stand for themselves."""
+    names = {part.split()[0] for part in where.split("&")}
+    return {name for name in names if not name.startswith("L")}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -16,7 +16,7 @@ from headwise.artefacts import load_artefact, save_artefact
 from headwise.diagnosis.bimodality import ThresholdSweep, threshold_sweep
 from headwise.diagnosis.roles import ROLES, role_grid
 from headwise.diagnosis.settings import Thresholds
-from headwise.diagnosis.symptoms import heads_by_symptom
+from headwise.diagnosis.symptoms import SYMPTOMS, Symptom, heads_by_symptom
 from headwise.diagnosis.waking import Waking
 from headwise.heads import Head, heads_where
 from headwise.models.values import ModelInfo
@@ -168,7 +168,11 @@ class Diagnosis:
     @property
     def symptoms(self) -> dict[str, list[Head]]:
         """The heads with each symptom of the table in `symptoms.py`."""
-        return heads_by_symptom(self.maps, self.head_sets(), self.model.layers)
+        return self.with_symptoms(SYMPTOMS)
+
+    def with_symptoms(self, rows: Sequence[Symptom]) -> dict[str, list[Head]]:
+        """The heads with each of some symptoms."""
+        return heads_by_symptom(self.maps, self.head_sets(), self.model.layers, rows)
 
     @property
     def sinks(self) -> dict[Head, int]:

@@ -71,10 +71,7 @@ def measure_directions(
 ) -> dict[int, LayerDirections]:
     """Directions of the chosen layers, at the first token or at the heads' own `sinks`."""
     geometry = geometry_of(model)
-    shapes = {geometry_of(model, layer) for layer in layers} | {geometry}
-    uneven = architecture_of(model).order == "latent" or geometry.key_dim != geometry.head_dim
-    uneven |= len(shapes) > 1
-    if layers and uneven:
+    if layers and not directions_are_known(model):
         raise ModelError(
             f"sink directions of this {model.config.model_type!r} model cannot be measured: its "
             "queries and keys are not as wide as its values, differ by layer, or share a part "
@@ -91,6 +88,14 @@ def measure_directions(
                 backbone_of(model)(input_ids=block.ids.to(device_of(model)), use_cache=False)
     found = {layer: one.directions() for layer, one in sums.items()}
     return _with_parked_errors(model, spread_blocks(blocks, _PARKED_BLOCKS), found)
+
+
+def directions_are_known(model: PreTrainedModel) -> bool:
+    """Whether all layers' queries and keys are the heads' own, alike and as wide as values."""
+    geometry = geometry_of(model)
+    shapes = {geometry_of(model, layer) for layer in geometry.layers}
+    latent = architecture_of(model).order == "latent"
+    return not latent and geometry.key_dim == geometry.head_dim and len(shapes) == 1
 
 
 def _with_parked_errors(

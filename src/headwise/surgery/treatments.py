@@ -244,13 +244,16 @@ TREATMENTS: dict[str, Treatment] = {
             measures=True,
         ),
         Treatment("temper", "q", _temper, "q times the dose: flatter attention", dose=0.1),
-        Treatment("sharpen", "q", _temper, "q times the dose: sharper attention", dose=2.0),
-        Treatment("mute", "o", _mute, "the output times 1 - dose"),
+        Treatment(
+            "sharpen", "q", _temper, "q times the dose: sharper attention", 2.0, (1.5, 2.0, 4.0)
+        ),
+        Treatment("mute", "o", _mute, "the output times 1 - dose", doses=(0.5, 1.0)),
         Treatment(
             "retire",
             "qo",
             _retire,
             "the mean output at every token: in the output bias, or parked behind a BOS, else none",
+            doses=(1.0,),
             measures=True,
         ),
         Treatment(

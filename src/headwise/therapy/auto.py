@@ -1,14 +1,15 @@
 """`repair --treatment auto` writes a plan: which heads are treated, with what, and how much.
 
 Everything is chosen on training text: triage says what is wrong with each head, a search gives the
-doses, and heads that the model uses (parked, working) are spared. Empty heads are reinitialised
-only where nothing sleeps. Of many heads those are triaged that to first order gain most by a
-treatment or cost least.
+doses, and heads that the model uses (parked, working) are spared. Flat and harmful heads for which
+the search finds nothing are trained as they are; empty heads are reinitialised only where nothing
+else is treated. Of many heads those are triaged that to first order gain most by a treatment or
+cost least. With the others treated, a head that was not called asleep or harmful is judged again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from transformers import PreTrainedModel
 
@@ -17,7 +18,7 @@ from headwise.progress import Progress, silent, stage
 from headwise.settings import changed
 from headwise.surgery.plan import SurgeryPlan
 from headwise.surgery.sink_directions import LayerDirections, with_directions
-from headwise.surgery.treatments import Dose, Prescription, with_prescription
+from headwise.surgery.treatments import Dose, Prescription, treat, with_prescription
 from headwise.texts.corpus import Corpus
 from headwise.therapy.dose import DOSE_BLOCKS, TRIALS, choose_doses
 from headwise.therapy.ill_heads import IllHeads, training_documents
@@ -30,6 +31,7 @@ FEWEST_TEXTS, MOST_TEXTS = 12, 32  # training documents of a triage: more where 
 # Heads that are triaged at most. On the patients and MiniMind2 every head that gains over 0.005 by
 # a treatment is among the first ten to first order, and none gains more than its estimate (LOG).
 TRIAGED = 40
+REVISED = 8  # heads that are judged again at most
 SPARED: tuple[TriageClass, ...] = ("parked", "working")  # the model uses them as they are
 
 
@@ -67,15 +69,29 @@ def write_plan(
     layers = [head.layer for head in heads]
     directions = with_directions(ill.directions, model, corpus.train, layers, plan.sink_positions)
     rows = _triaged(model, ill, corpus, directions, most, progress)
+    symptoms = {} if ill.diagnosis is None else ill.diagnosis.symptoms
+    others = {
+        "harmful": [head for head, row in sorted(rows.items()) if row.class_ == "harmful"],
+        "flat": [h for h in symptoms.get("flat", []) if h in rows and rows[h].class_ != "harmful"],
+    }
+    apart = [head for some in others.values() for head in some]
     spared = [head for head in heads if head not in rows or rows[head].class_ in SPARED]
     promising = [head for head, row in rows.items() if head not in spared and _hopeful(row)]
     stage(f"auto: looking for the dose of {len(heads)} heads", progress)
     choice = choose_doses(
-        model, plan, corpus.train, heads, directions, spared=spared, promising=promising
+        model,
+        plan,
+        corpus.train,
+        heads,
+        directions,
+        spared=[head for head in spared if head not in apart],
+        promising=promising,
+        others=others,
     )
-    given: Prescription = choice.prescription or {
+    given: Prescription = {**dict.fromkeys(apart, Dose("none", 0.0)), **choice.prescription} or {
         head: Dose("reinitialise", 1.0) for head, row in rows.items() if row.class_ == "empty"
     }
+    revised = _revised(model, plan, given, rows, directions, corpus)
     therapy = Therapy(
         asked=asked,
         plan=with_prescription(plan, given) if given else without_targets(plan),
@@ -83,8 +99,47 @@ def write_plan(
         classes={str(head): row.class_ for head, row in sorted(rows.items())},
         tried=choice.tried,
         untriaged=tuple(str(head) for head in heads if head not in rows),
+        symptoms={name: format_heads(some) for name, some in symptoms.items()},
+        heads=plan.model.num_layers * plan.model.num_heads,
+        revised=revised,
     )
     return therapy, directions
+
+
+def _revised(
+    model: PreTrainedModel,
+    plan: SurgeryPlan,
+    given: Prescription,
+    rows: Mapping[Head, HeadTriage],
+    directions: Mapping[int, LayerDirections],
+    corpus: Corpus,
+) -> dict[str, str]:
+    """Classes of heads that were not called ill, each judged while the others are treated.
+
+    Heads that work together sleep together: alone, waking one of them changes nothing.
+    """
+    asked = [h for h, row in sorted(rows.items()) if row.class_ not in ("asleep", "harmful")]
+    texts = training_documents(corpus, FEWEST_TEXTS)
+    revised: dict[str, str] = {}
+    for head in [head for head in asked if head in given][:REVISED] if len(given) > 1 else []:
+        rest = {other: dose for other, dose in given.items() if other != head}
+        one = _queries_of(plan, [head])
+        with treat(model, plan, rest, directions=directions).applied(model):
+            again, _ = triage_heads(model, one, texts, directions=directions)
+        revised[str(head)] = again[str(head)].class_
+    return revised
+
+
+def _queries_of(plan: SurgeryPlan, heads: Sequence[Head]) -> SurgeryPlan:
+    """The plan for the queries of some of its heads."""
+    return changed(
+        plan,
+        targets=format_heads(heads),
+        kv_policy="queries-only",
+        treatments={},
+        doses={},
+        summary=None,
+    )
 
 
 def without_targets(plan: SurgeryPlan) -> SurgeryPlan:
@@ -110,14 +165,7 @@ def _triaged(
     if not left:
         return dict(ill.triaged)
     texts = training_documents(corpus, triage_texts_for(len(left)))
-    plan = changed(
-        ill.plan,
-        targets=format_heads(left),
-        kv_policy="queries-only",
-        treatments={},
-        doses={},
-        summary=None,
-    )
+    plan = _queries_of(ill.plan, left)
     most = max(1, most - len(ill.triaged))
     if len(left) > most:
         stage(f"auto: first-order estimates of {len(left)} heads", progress)

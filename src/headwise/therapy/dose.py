@@ -42,7 +42,9 @@ from headwise.texts.corpus import spread_blocks
 from headwise.therapy.values import Tried
 from headwise.triaging.settings import TriageThresholds
 
-SEARCHED = ("release", "centre")
+SEARCHED = ("release", "centre", "evict")
+# What is searched for heads whose trouble is not where they look
+OTHERS: dict[str, tuple[str, ...]] = {"harmful": ("mute", "retire"), "flat": ("sharpen",)}
 REGROWN = ("release+regrow", "centre+regrow")  # searched too where values or outputs decayed
 DOSE_BLOCKS = 16  # training blocks on which doses are compared
 TRIALS = len(SEARCHED) + 3  # doses that are tried for one head: none, the common, less and more
@@ -79,30 +81,49 @@ def choose_doses(
     *,
     spared: Collection[Head] = (),
     promising: Collection[Head] | None = None,
+    others: Mapping[str, Sequence[Head]] | None = None,
 ) -> DoseChoice:
     """The prescription with the least training loss that the search met; the model is unchanged.
 
     `spared` heads are treated only if all heads together do better with them than without. Where
     all together gain nothing, decayed heads and `promising` ones (by default all not spared) are
-    tried alone.
+    tried alone. `others` are heads of the kinds of `OTHERS`, which get other treatments, last.
     """
     if not heads:
         return DoseChoice({}, math.nan, math.nan, ())
     mixed = _mixed_batches(model, spread_blocks(blocks, DOSE_BLOCKS))
     search = _Search(model, plan, directions, mixed)
     stock = search.begin({})
-    decayed = search.decayed(heads)
+    apart = {head for some in (others or {}).values() for head in some}
+    pulled = [head for head in heads if head not in apart]
+    decayed = search.decayed(pulled)
     treatments = (*SEARCHED, *(REGROWN if decayed else ()))
-    tried = _all_at_once(search, _joint_sets(heads, spared), treatments)
+    hopeful = {*decayed, *(set(pulled) - set(spared) if promising is None else promising)}
+    tried = _searched(search, _joint_sets(pulled, spared), treatments, hopeful)
+    for kind, some in (others or {}).items():
+        tried += _searched(search, {kind: list(some)}, OTHERS[kind], some)
+    return _choice(search, stock, tried)
+
+
+def _searched(
+    search: _Search,
+    sets: Mapping[str, list[Head]],
+    treatments: Sequence[str],
+    hopeful: Collection[Head],
+) -> list[Tried]:
+    """Sets of heads at once, then head by head; those left out alone, where there is hope."""
+    heads = sorted({head for some in sets.values() for head in some})
+    if not heads:
+        return []
+    tried = _all_at_once(search, sets, treatments)
     common = _best_amounts(tried, treatments)
-    hopeful = {*decayed, *(set(heads) - set(spared) if promising is None else promising)}
-    sure = _sure(len(hopeful) * len(common), len(search.tokens))
-    for head in sorted(heads):
+    sure = _sure(len(set(hopeful) & set(heads)) * len(common), len(search.tokens))
+    for head in heads:
         if head in search.state:
             tried += _tuned(search, head, common)
         elif head in hopeful:
             tried += _first_dose(search, head, common, sure)
-    return _choice(search, stock, tried)
+    return tried
 
 
 def _choice(search: _Search, stock: Sums, tried: Sequence[Tried]) -> DoseChoice:
@@ -205,14 +226,15 @@ def _all_at_once(
 ) -> list[Tried]:
     """Every treatment and amount for all heads of a set; the best becomes the current state."""
     rows: list[Tried] = []
-    best, least = None, -_NEGLIGIBLE
+    best, least, before = None, -_NEGLIGIBLE, search.state
     for name, heads in sets.items():
         lowest = min(head.layer for head in heads)
         for dose in _searched_doses(treatments):
-            mean, error = search.change(search.losses(dict.fromkeys(heads, dose), lowest))
+            given = {**before, **dict.fromkeys(heads, dose)}
+            mean, error = search.change(search.losses(given, lowest))
             rows.append(Tried(name, str(dose), mean, error, False))
             if _gains(rows[-1], least):
-                best, least = (len(rows) - 1, dict.fromkeys(heads, dose)), mean
+                best, least = (len(rows) - 1, given), mean
     if best is not None:
         search.begin(best[1])
         rows[best[0]] = replace(rows[best[0]], kept=True)

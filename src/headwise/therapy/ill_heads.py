@@ -1,19 +1,23 @@
-"""Which heads `auto` treats if no plan names them: found on training text, by symptom or by gain.
+"""Which heads `auto` treats if no plan names them: found on training text, by symptom or by harm.
 
-A head is ill if it stares at the first token (sick) or gives next to nothing (silent). One that
-looks there less, but still much, is *drowsy*, and healthy models have such heads: it is ill only if
-triage finds it asleep. Without any symptom a gain by treatment is no illness: on text that a
-healthy model was not made for, many of its heads have one (LOG).
+The rows of `diagnosis/symptoms.py` that are sure make a head ill. A head with another symptom, or
+with none, is ill only if triage finds it asleep, or harmful: the loss falls without it. Exact costs
+on training text decide, and first-order estimates only say for which heads they are measured. A
+harmful head must not be one that other text needs: on text that a healthy model was not made for,
+many of its heads do harm (LOG).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headwise.diagnosis.diagnose import diagnosis_measurement
+from headwise.diagnosis.symptoms import SYMPTOMS, Symptom
 from headwise.diagnosis.values import Diagnosis
+from headwise.forward.interventions import ZERO
 from headwise.forward.measurements import run_measurement
+from headwise.forward.variant_losses import head_costs
 from headwise.heads import Head, format_heads
 from headwise.models.loaded_model import LoadedModel
 from headwise.progress import Progress, silent, stage
@@ -22,26 +26,32 @@ from headwise.settings import changed
 from headwise.staged import document_order
 from headwise.surgery.plan import SurgeryPlan, make_plan
 from headwise.surgery.recipe import Recipe
-from headwise.surgery.sink_directions import LayerDirections, measure_directions
+from headwise.surgery.sink_directions import (
+    LayerDirections,
+    directions_are_known,
+    measure_directions,
+)
+from headwise.texts.batches import encode_for
 from headwise.texts.corpus import Corpus, spread_blocks
+from headwise.triaging.settings import TriageThresholds
+from headwise.triaging.texts import triage_texts
 from headwise.triaging.triage import (
     INTERVENTIONS,
-    gaining_heads,
     query_plan,
     selected_heads,
+    suspects,
     triage_heads,
 )
 from headwise.triaging.values import HeadTriage
 
-SYMPTOMS = "sick, output_norm_ratio < 0.05"  # the least of the healthy heads that were seen: 0.48
-DROWSY = "first_token_mass > 0.3"  # where Gu et al. (2410.10781) begin to speak of a sink
 _BLOCKS = 32  # training blocks on which symptoms are looked for
-_DOCUMENTS = 32  # on which drowsy heads are triaged
-_AWAKENED = 8  # drowsy heads that are triaged at most: those that to first order gain most
+_DOCUMENTS = 32  # on which suspects are triaged
+_SUSPECTS = 8  # heads that are triaged at most for a gain by treatment, and for harm
+_OTHER_LENGTH = 256  # tokens of the bundled texts
 
 # Blocks through a forward pass, at most: the diagnosis, first-order estimates with their backward
 # pass, and triage, in which a head is changed in half of the layers on average.
-SEARCH_BLOCKS = _BLOCKS + _DOCUMENTS * (4 + INTERVENTIONS * _AWAKENED / 2)
+SEARCH_BLOCKS = _BLOCKS + _DOCUMENTS * (4 + INTERVENTIONS * 2 * _SUSPECTS)
 
 
 @dataclass(frozen=True)
@@ -59,54 +69,74 @@ def find_ill_heads(
     corpus: Corpus,
     recipe: Recipe,
     *,
-    symptoms: str = SYMPTOMS,
-    drowsy: str = DROWSY,
+    rows: Sequence[Symptom] = SYMPTOMS,
     progress: Progress = silent,
 ) -> IllHeads:
-    """The heads that are ill on training text.
-
-    A head that lost its values gives nothing wherever it looks, and need not look at the sink.
-    """
+    """The heads that are ill on training text."""
     stage("auto: looking for ill heads on training text", progress)
-    rows = [
+    encoded = [
         row[:length].tolist()
         for block in spread_blocks(corpus.train, _BLOCKS)
         for row, length in zip(block.ids, block.lengths, strict=True)
     ]
-    texts = TextInfo(corpus.name, len(rows), corpus.info.sha256, sum(map(len, rows)))
+    texts = TextInfo(corpus.name, len(encoded), corpus.info.sha256, sum(map(len, encoded)))
     settings = MeasureSettings(recipe.block, bos=loaded.bos)
-    found = run_measurement(loaded.model, diagnosis_measurement(loaded, rows, texts, settings))
-    ill = selected_heads(found, symptoms)
-    sleepy = selected_heads(found, f"{drowsy} - ({symptoms})")
-    asleep, directions = _asleep(loaded, found, corpus, sleepy, progress)
-    if not ill and not asleep:
+    found = run_measurement(loaded.model, diagnosis_measurement(loaded, encoded, texts, settings))
+    symptoms = found.with_symptoms(rows)
+    ill = {head for row in rows if row.sure for head in symptoms.get(row.name, [])}
+    doubtful = {head for some in symptoms.values() for head in some} - ill
+    others = [head for head in selected_heads(found, "all") if head not in ill]
+    judged, directions = _judged(loaded, found, corpus, (others, doubtful), progress)
+    if not ill and not judged:
         nothing = changed(make_plan(found, heads="all"), targets="", healthy="all", summary=None)
         return IllHeads(nothing, found)
-    plan = make_plan(found, heads=format_heads([*ill, *asleep]))
-    return IllHeads(plan, found, asleep, directions)
+    plan = make_plan(found, heads=format_heads([*ill, *judged]))
+    return IllHeads(plan, found, judged, directions)
 
 
-def _asleep(
+def _judged(
     loaded: LoadedModel,
     diagnosis: Diagnosis,
     corpus: Corpus,
-    drowsy: Sequence[Head],
+    heads: tuple[Sequence[Head], Collection[Head]],  # to be judged, and those with a symptom
     progress: Progress,
 ) -> tuple[dict[Head, HeadTriage], dict[int, LayerDirections]]:
-    """The drowsy heads that a treatment wakes, each for itself, and the layers' directions."""
+    """The other heads that triage finds asleep or harmful, and the layers' directions.
+
+    A gain by treatment counts only where there is a symptom, harm everywhere.
+    """
     model, texts = loaded.model, training_documents(corpus, _DOCUMENTS)
-    if not drowsy or len(texts) < 2:
+    others, doubtful = heads
+    if not others or len(texts) < 2 or not directions_are_known(model):
         return {}, {}
-    directions = measure_directions(model, corpus.train, [head.layer for head in drowsy])
-    plan = query_plan(diagnosis, drowsy)
-    likely = gaining_heads(model, plan, texts, directions, progress=progress)[:_AWAKENED]
+    layers = sorted({head.layer for head in others})
+    directions = measure_directions(model, corpus.train, layers, diagnosis.sinks)
+    plan = query_plan(diagnosis, others)
+    gaining, harming = suspects(model, plan, texts, directions, progress=progress)
+    likely = [head for head in gaining if head in doubtful][:_SUSPECTS]
+    likely += [head for head in harming if head not in likely][:_SUSPECTS]
     if not likely:
         return {}, directions
-    stage(f"triage of {len(likely)} heads that may be drowsy", progress)
+    stage(f"triage of {len(likely)} heads that may be asleep or harmful", progress)
     plan = query_plan(diagnosis, likely)
     rows, _ = triage_heads(model, plan, texts, directions=directions, progress=progress)
-    asleep = {Head.parse(name): row for name, row in rows.items() if row.class_ == "asleep"}
-    return asleep, directions
+    judged = {Head.parse(name): row for name, row in rows.items()}
+    harmful = [head for head, row in judged.items() if row.class_ == "harmful"]
+    needed = _needed_elsewhere(loaded, harmful)
+    asleep = [h for h, row in judged.items() if row.class_ == "asleep" and h in doubtful]
+    kept = [*asleep, *(head for head in harmful if head not in needed)]
+    return {head: judged[head] for head in sorted(kept)}, directions
+
+
+def _needed_elsewhere(loaded: LoadedModel, heads: Sequence[Head]) -> list[Head]:
+    """The heads without which the loss on the bundled varied texts rises."""
+    if not heads:
+        return []
+    encoded = encode_for(loaded, triage_texts("").texts, max_length=_OTHER_LENGTH)
+    costs = head_costs(loaded.model, encoded, heads, [ZERO])[:, 0].sum(1)
+    tokens = sum(len(ids) - 1 for ids in encoded)
+    negligible = TriageThresholds().negligible
+    return [head for head, cost in zip(heads, costs / tokens, strict=True) if cost > negligible]
 
 
 def training_documents(corpus: Corpus, most: int) -> list[list[int]]:

@@ -50,6 +50,9 @@ class Therapy:
     documents: int = 0  # of validation text that the patch was judged on
     better: bool | None = None
     untriaged: tuple[str, ...] = ()  # of many heads those with least hope to first order
+    symptoms: Mapping[str, str] = field(default_factory=dict)  # that were looked for: heads with it
+    heads: int = 0  # of the model
+    revised: Mapping[str, str] = field(default_factory=dict)  # head: class while others are treated
     run: str = ""  # identity of the run that carried it out, once that is over
 
     @property
@@ -63,8 +66,7 @@ class Therapy:
     def sentence(self) -> str:
         """What the therapy found, for the terminal and the report."""
         if not self.plan.targets:
-            found = f" ({self.found})" if self.found else ""
-            return f"no head gains by a treatment{found}: leaving the model alone is best"
+            return f"{self._nothing}: leaving the model alone is best"
         if self.change is None or self.better is None:
             return f"{self._treated}; the patch was not judged yet"
         by = f"{self.change.value:+.4f} ({self.change.low:+.4f} to {self.change.high:+.4f})"
@@ -72,6 +74,20 @@ class Therapy:
         if self.better:
             return f"{self._treated}, {told}: better, with 95% confidence"
         return f"{told}: not better with 95% confidence, so leaving the model alone is best"
+
+    @property
+    def _nothing(self) -> str:
+        """Why no head is treated: nothing was found, or nothing that was tried gained."""
+        if self.tried:
+            count = len(self.classes) + len(self.untriaged)
+            found = f" ({self.found})" if self.found else ""
+            return (
+                f"{count} head{'s' * (count != 1)}{found} were treated in {len(self.tried)} ways "
+                "on training text; none gained"
+            )
+        kinds = [name for name in self.symptoms if name not in ("low_entropy", "drowsy")]
+        looked = ", ".join([*kinds, "sleeping"]) if self.symptoms else "ill"
+        return f"{self.heads or 'all'} heads: no {looked} or harmful head"
 
     @property
     def _treated(self) -> str:

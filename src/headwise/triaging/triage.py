@@ -1,8 +1,8 @@
-"""Triage: which of the sick heads sleeps, is parked, works, is empty or gives a constant.
+"""Triage: which of the heads sleeps, does harm, is parked, works, is empty or gives a constant.
 
-Each head is measured under zero ablation, mean ablation, its first key hidden, and its queries
-treated (`release`, and `centre`, the better handle under RoPE: the better of the two counts), on
-documents in stages, until its class is decided or the documents are used up.
+Each head is measured under zero ablation, mean ablation, the key of its sink hidden, and with its
+queries treated (`release`, and `centre`, the better handle under RoPE: the better of the two
+counts), on documents in stages, until its class is decided or the documents are used up.
 """
 
 from __future__ import annotations
@@ -153,24 +153,31 @@ def most_promising(
     return sorted(heads[at] for at in list(order)[:most])
 
 
-def gaining_heads(
+def suspects(
     model: PreTrainedModel,
     plan: SurgeryPlan,
     encoded: list[list[int]],
     directions: Mapping[int, LayerDirections],
     *,
     progress: Progress = silent,
-) -> list[Head]:
-    """The targets that to first order surely gain by a query treatment, most first.
+) -> tuple[list[Head], list[Head]]:
+    """The targets that to first order gain by a query treatment, and those by being taken away.
 
-    The estimate is above what a head really gains (LOG), so it must be clearly worth a treatment.
+    Most first. The estimate is above what a head really gains (LOG), so it must be clearly worth a
+    treatment; whether it is, exact costs say.
     """
-    costs = _estimates(model, plan, encoded, directions, progress)[:, 1:]
+    costs = _estimates(model, plan, encoded, directions, progress)
+    return _surely_less(plan, encoded, costs[:, 1:]), _surely_less(plan, encoded, costs[:, :1])
+
+
+def _surely_less(
+    plan: SurgeryPlan, encoded: list[list[int]], costs: Float[np.ndarray, "head kind document"]
+) -> list[Head]:
     tokens = np.array([len(ids) - 1 for ids in encoded])
-    means = costs.sum(2) / tokens.sum()  # (head, handle)
+    means = costs.sum(2) / tokens.sum()  # (head, kind)
     best = means.argmin(1)
     rows = costs[np.arange(len(costs)), best]
-    p_values = [min(1.0, len(HANDLES) * student_p(row, tokens)) for row in rows]
+    p_values = [min(1.0, costs.shape[1] * student_p(row, tokens)) for row in rows]
     sure = discoveries(np.array(p_values)) & (means.min(1) < -TriageThresholds().negligible)
     order = np.argsort(means.min(1), kind="stable")
     return [plan.target_heads[at] for at in order if sure[at]]
@@ -289,9 +296,11 @@ def judge(
         return ()
     unit = {kind: np.eye(len(kinds))[at] for at, kind in enumerate(kinds)}
     handles = [kind for kind in kinds if kind in HANDLES]
-    best = [_best_handle(staged, row, unit, handles) for row in range(len(heads))]
+    best = [_least(staged, row, unit, handles) for row in range(len(heads))]
     costs = _found(staged, [unit["zero"]] * len(heads), +1, 1, thresholds)
     gains = _found(staged, [unit[name] for name in best], -1, len(handles), thresholds)
+    without = [_least(staged, row, unit, ("zero", "mean")) for row in range(len(heads))]
+    harms = _found(staged, [unit[name] for name in without], -1, 2, thresholds)
     parking = unit["unsink"] - thresholds.parked_ratio * unit["zero"]
     rows = []
     for row in range(len(heads)):
@@ -305,15 +314,15 @@ def judge(
             bool(costs[row]),
             bool(gains[row]),
             int(staged.documents[row]),
+            bool(harms[row]),
         )
         rows.append(replace(found, class_=triage_class(found, thresholds)))
     return tuple(rows)
 
 
-def _best_handle(
-    staged: Staged, row: int, unit: Mapping[str, np.ndarray], handles: Sequence[str]
-) -> str:
-    return min(handles, key=lambda name: staged.interval(row, unit[name]).value)
+def _least(staged: Staged, row: int, unit: Mapping[str, np.ndarray], kinds: Sequence[str]) -> str:
+    """The intervention under which the loss is least."""
+    return min(kinds, key=lambda name: staged.interval(row, unit[name]).value)
 
 
 def _found(

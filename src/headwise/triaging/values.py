@@ -30,9 +30,10 @@ from headwise.values import Finite, from_plain, plain_fields, to_plain
 if TYPE_CHECKING:
     import pandas as pd
 
-TriageClass = Literal["asleep", "parked", "working", "empty", "constant", "undecided"]
+TriageClass = Literal["asleep", "harmful", "parked", "working", "empty", "constant", "undecided"]
 TRIAGE_CLASSES: tuple[TriageClass, ...] = (
     "asleep",
+    "harmful",
     "parked",
     "working",
     "empty",
@@ -43,10 +44,12 @@ TRIAGE_CLASSES: tuple[TriageClass, ...] = (
 
 RULES: dict[TriageClass, str] = {
     "asleep": "release lowers the loss, by a gain worth a treatment",
-    "parked": "hiding the first key costs well more than taking the head away",
+    "harmful": "taking the head away, or its mean in its place, lowers the loss, well more than "
+    "release does",
+    "parked": "hiding the key of its sink costs well more than taking the head away",
     "constant": "taking the head away costs, replacing it by its mean does not",
     "working": "taking the head away costs, and it is neither parked nor constant",
-    "empty": "neither taking it away nor hiding its first key costs, and release brings nothing",
+    "empty": "neither taking it away nor hiding its sink's key costs, and release brings nothing",
     "undecided": "the intervals do not decide",
 }
 
@@ -64,16 +67,21 @@ class HeadTriage:
     costs: bool  # zero > 0, at the false discovery rate over the heads
     gains: bool  # release < 0, at the same
     documents: int
+    harms: bool = False  # zero < 0 or mean < 0, at the same
     class_: Annotated[TriageClass, Field(alias="class")] = "undecided"
 
 
 def triage_class(found: HeadTriage, thresholds: TriageThresholds) -> TriageClass:
     """The class that the evidence shows.
 
-    A gain by release is seen directly, so it comes first; then what must be left alone; a head is
-    empty only if every cost is shown to be negligible.
+    A gain is seen directly, so it comes first: without the head, if that is well more than by
+    release. Then what must be left alone; a head is empty only if every cost is negligible.
     """
     nothing = thresholds.negligible
+    without = min(found.zero.value, found.mean.value)
+    more = not found.gains or without < thresholds.parked_ratio * found.release.value
+    if found.harms and without < -nothing and more:
+        return "harmful"
     if found.gains and found.release.value < -thresholds.gain:
         return "asleep"
     if found.unsink.low > nothing and found.parking.low > nothing:
@@ -88,7 +96,7 @@ def is_decided(found: HeadTriage, thresholds: TriageThresholds) -> bool:
     """Whether more text is not needed: no rule before the one that speaks is still open."""
     nothing = thresholds.negligible
     label = triage_class(found, thresholds)
-    if label in ("asleep", "empty"):
+    if label in ("asleep", "harmful", "empty"):
         return True
     awake = found.release.low > -nothing  # asleep is ruled out
     unparked = found.parking.high < nothing or found.unsink.high < nothing

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 # triage classes: letter and colour
 TRIAGE_LETTERS = {
     "asleep": ("Z", "#b39ddb"),
+    "harmful": ("X", "#ef9a9a"),
     "parked": ("P", "#90caf9"),
     "working": ("W", "#a5d6a7"),
     "empty": ("0", "#ffcc80"),
