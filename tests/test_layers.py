@@ -30,6 +30,7 @@ ORDER = """
     pruning
     studies
     report
+    checkups
     handover
     __init__ cli __main__
 """.split()  # noqa: SIM905

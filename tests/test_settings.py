@@ -48,6 +48,7 @@ VERBS = {
     "diagnose": headwise.diagnose,
     "survey": headwise.survey,
     "check": headwise.check,
+    "checkup": headwise.checkup,
     "plan": headwise.make_plan,
     "apply": headwise.apply_patches,
     "triage": headwise.triage,

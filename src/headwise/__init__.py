@@ -22,6 +22,7 @@ _PUBLIC = {
     "diagnose": "diagnosis.diagnose",
     "survey": "diagnosis.survey",
     "triage": "triaging.triage",
+    "checkup": "checkups.checkup",
     "make_plan": "surgery.plan",
     "recipe_named": "surgery.recipe",
     "repair": "therapy.repair",
@@ -55,6 +56,7 @@ _PUBLIC = {
 __all__ = list(_PUBLIC)
 
 if TYPE_CHECKING:  # the same names, for editors and type checkers
+    from headwise.checkups.checkup import checkup as checkup
     from headwise.diagnosis.diagnose import diagnose as diagnose
     from headwise.diagnosis.survey import survey as survey
     from headwise.diagnosis.values import Diagnosis as Diagnosis

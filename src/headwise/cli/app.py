@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 # Verbs in the order in which one meets them, and the module in `cli` that registers each
 STORY = {
     "demo": "study",
+    "checkup": "checkup",
     "check": "heads",
     "diagnose": "heads",
     "survey": "heads",

@@ -37,7 +37,7 @@ def diagnose_verb(
     """Measure every head: where its attention goes, what it gives, whether it collapsed."""
     loaded, texts = reading.open(settings.max_length)
     from headwise.cli.progress_bar import progress_bars
-    from headwise.cli.show import console, head_grid, rich_table
+    from headwise.cli.show import console, head_grid, rich_table, role_map
     from headwise.diagnosis.diagnose import diagnose
     from headwise.diagnosis.view import diagnosis_table
 
@@ -50,6 +50,7 @@ def diagnose_verb(
 
         written += diagnosis_figures(diagnosis, out)
     screen.print(head_grid(diagnosis))
+    screen.print(role_map(diagnosis))
     screen.print(rich_table(diagnosis_table(diagnosis)))
     wrote(written)
     alarm(diagnosis.alarms)

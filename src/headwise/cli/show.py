@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -60,6 +61,25 @@ def head_grid(diagnosis: Diagnosis, name: str = "first_token_mass") -> Text:
         text.append(f" {CLASS_LETTERS[name_]} {name_} ", style=f"black on {colour}")
         text.append(" ")
     text.append("\n           the digit is the first-token mass in tenths", style="dim")
+    return text
+
+
+def role_map(diagnosis: Diagnosis) -> Text:
+    """What each head does most, a letter each; empty where roles were not measured."""
+    from headwise.diagnosis.roles import ROLES
+
+    if not diagnosis.roles:
+        return Text()
+    drawn = {role.name: (role.letter, role.colour) for role in ROLES}
+    cells = [[drawn.get(name, ("·", "")) for name in row] for row in diagnosis.roles]
+    text, counts = grid_of(diagnosis.model.layer_numbers, cells), Counter(sum(diagnosis.roles, ()))
+    for role in (role for role in ROLES if counts[role.name]):
+        text.append(f"           {role.letter}", style=f"black on {role.colour}")
+        text.append(f" {role.label}: {role.counts} ({counts[role.name]})\n")
+    text.append(
+        f"           named above an excess of {diagnosis.thresholds.role:g} over chance",
+        style="dim",
+    )
     return text
 
 

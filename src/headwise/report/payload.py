@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
+from headwise.diagnosis.roles import PROBE, ROLE_NAMES, ROLES
 from headwise.diagnosis.values import CLASSES, Diagnosis
 from headwise.proof.zones import Map
 from headwise.report.source import MASS, Condition, Source
@@ -103,6 +104,30 @@ MEASURES = (
         letters=tuple(TRIAGE_LETTERS[name][0] for name in TRIAGE_CLASSES),
         colours=tuple(TRIAGE_LETTERS[name][1] for name in TRIAGE_CLASSES),
     ),
+    ShownMeasure(
+        "role",
+        "role",
+        "What the head does most: the attention on a set of keys, above chance.",
+        (0, len(ROLE_NAMES) - 1),
+        names=tuple(name.replace("_", " ") for name in ROLE_NAMES),
+        letters=("·", *(role.letter for role in ROLES)),
+        colours=("#e0e0e0", *(role.colour for role in ROLES)),
+    ),
+    *(
+        ShownMeasure(
+            role.name,
+            f"role: {role.label}",
+            f"Attention on {role.counts}, minus what chance gives.",
+            (0, 1),
+        )
+        for role in ROLES
+    ),
+    ShownMeasure(
+        PROBE,
+        "role: induction probe",
+        "Random tokens, repeated: attention on the token after the first copy, minus chance.",
+        (0, 1),
+    ),
 )
 Interval3 = list[float]  # value, low, high
 
@@ -164,6 +189,8 @@ def _condition(condition: Condition, diagnosis: Diagnosis) -> dict[str, Any]:
     assert zones is not None  # a diagnosis has a shape
     named = {row.key for row in MEASURES}
     maps = {name: short(value) for name, value in diagnosis.maps.items() if name in named}
+    if diagnosis.roles:
+        maps["role"] = [[ROLE_NAMES.index(name) for name in row] for row in diagnosis.roles]
     if condition.plasticity is not None:
         maps["plasticity"] = short(condition.plasticity.maps["plasticity"])
     arm = condition.arm if condition.number == 1 else f"{condition.arm}, pass {condition.number}"
@@ -178,6 +205,7 @@ def _condition(condition: Condition, diagnosis: Diagnosis) -> dict[str, Any]:
         "classes": [[CLASSES.index(name) for name in row] for row in diagnosis.classes],
         "profile": None if profile is None else short(profile.first_token_mass),
         "pooled": None if pooled is None else short(pooled.maps, 3),
+        "waking": None if diagnosis.waking is None else to_plain(diagnosis.waking),
         "ablation": _ablation(condition, diagnosis),
         "operated": zones.operated.astype(int).tolist(),
         "watched": zones.watched.astype(int).tolist(),

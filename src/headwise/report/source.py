@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from headwise.alarms import Alarm, merge_alarms
-from headwise.artefacts import parse_json
+from headwise.artefacts import load_artefact, parse_json
 from headwise.diagnosis.values import Diagnosis, diagnosis_from
 from headwise.errors import ArtefactError
 from headwise.intervals import Interval
@@ -151,6 +151,7 @@ class Source:
     completions: Completions | None = field(default=None, repr=False)
     missing: tuple[str, ...] = ()  # arms that were asked for and are not finished
     triage: Triage | None = field(default=None, repr=False)  # of stock
+    checkup: tuple[str, ...] = ()  # what a check-up in this folder says
 
     @property
     def conditions(self) -> list[Condition]:
@@ -292,7 +293,14 @@ def _read_folder(folder: Path, before: Path | None, after: Path | None) -> Sourc
         measured = stock.evaluation or stock.diagnosis
         ours = None if measured is None else origin_of(measured, folder)
         completions = _completions(folder, ours)
-        return Source(folder, "measurement", folder.name, stock, completions=completions)
+        return Source(
+            folder,
+            "measurement",
+            folder.name,
+            stock,
+            completions=completions,
+            checkup=_checkup_lines(folder, ours),
+        )
     raise ArtefactError(
         "nothing to report: no study.json, run.json, watch.jsonl, diagnosis.json or "
         "evaluation.json",
@@ -300,6 +308,17 @@ def _read_folder(folder: Path, before: Path | None, after: Path | None) -> Sourc
         fix="pass the folder that `headwise study`, `repair`, `watch`, `diagnose` or `evaluate` "
         "wrote",
     )
+
+
+def _checkup_lines(folder: Path, ours: Origin | None) -> tuple[str, ...]:
+    """The answer of a check-up of the same weights, line by line."""
+    path = folder / "checkup.json"
+    if not path.exists():
+        return ()
+    body = load_artefact(path, "checkup")
+    if ours is not None and body["model"]["fingerprint"] != ours.base:
+        raise ArtefactError("the check-up here is of other weights", where=path, fix="run it again")
+    return tuple(str(line) for line in body["lines"])
 
 
 def _read_film(folder: Path) -> Source:

@@ -101,6 +101,21 @@ function pooledChart(layer, head) {
   pooled.forEach((row, q) => row.forEach((v, k) => { context.fillStyle = css(colour("amount", Math.sqrt(v))); context.fillRect(k, q, 1, 1); }));
   return section("Pooled attention map", canvas, "log2 buckets of positions: queries down, keys across; square-root colour scale" + lateNote());
 }
+function wakingText(layer, head) {
+  const waking = current().waking, own = waking && waking.heads[name(layer, head)];
+  if (!own) return null;
+  const percent = (g) => Math.round(100 * g) + "%";
+  const kinds = Object.entries(own.kinds).sort((a, b) => b[1] - a[1]).map(([kind, g]) => kind + " " + percent(g)).join(", ");
+  const tokens = own.tokens.map(([token, g, count]) => JSON.stringify(token) + " " + percent(g) + " of " + count).join(", ");
+  const text = make("p", { class: "waking" });
+  waking.tokens.forEach((token, i) => {
+    const g = own.text[i] || 0;
+    text.append(make("span", { style: "background:rgba(213,94,0," + (0.85 * g).toFixed(2) + ")", title: percent(g) + " awake" }, token.replace(/\n/g, "\u21b5\n")));
+  });
+  const body = make("div", {}, make("p", { class: "small", style: "margin:.2rem 0" }, "Awake " + percent(own.base) + " on the whole; by kind of token: " + kinds + "."),
+    tokens ? make("p", { class: "small", style: "margin:.2rem 0" }, "Most awake at " + tokens + ".") : null, text);
+  return section("What wakes it", body, "shaded: the share of attention that is not on the first token");
+}
 const lateNote = () => (atCheckpoint() ? "; of the final state" : "");
 function section(title, body, note) {
   return [make("h4", {}, title), body, note ? make("p", { class: "dim small note" }, note) : null];
@@ -139,7 +154,7 @@ function paintDetail() {
 }
 
 /* cards that fit beside the grids stand there, the others below; a narrow page has one column */
-const CARDS = [pathChart, profileChart, costChart, neighbourChart, pooledChart];
+const CARDS = [pathChart, wakingText, profileChart, costChart, neighbourChart, pooledChart];
 const cards = CARDS.map(() => make("div", { class: "card-chart panel" }));
 const narrow = matchMedia("(max-width: 60rem)");
 function placeCards() {

@@ -1,0 +1,232 @@
+"""Look at a model as long as the budget lasts: diagnosis at once, then what promises most.
+
+Stages come in order of promise: triage of the heads that may sleep, then heads that can go, then
+groups that need few keys. Before each stage its work is estimated and made to fit; a stage that
+takes longer than it should is stopped when the time is over, and the answer says so. Finished
+stages are used again if weights, texts and settings are the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from headwise.artefacts import content_hash, to_json
+from headwise.checkups.settings import CheckupSettings
+from headwise.checkups.values import CHECKUP, Checkup, Opportunity, checkup_of
+from headwise.cost import seconds_per_token
+from headwise.diagnosis.diagnose import diagnose
+from headwise.diagnosis.values import Diagnosis
+from headwise.errors import HeadwiseError, ModelError
+from headwise.forward.separability import check
+from headwise.heads import Head, format_heads
+from headwise.integrity.locks import one_writer
+from headwise.intervals import Interval
+from headwise.models.description import weight_fingerprint
+from headwise.models.loaded_model import LoadedModel, takes_model
+from headwise.models.values import ModelInfo
+from headwise.progress import Progress, silent, stage
+from headwise.report.write import write_report
+from headwise.surgery.sink_directions import measure_directions
+from headwise.texts.batches import batches, encode_for
+from headwise.texts.text_sets import TextSet, as_text_set
+from headwise.triaging.settings import TriageSettings
+from headwise.triaging.texts import triage_texts
+from headwise.triaging.triage import INTERVENTIONS, most_promising, query_plan, triage
+from headwise.triaging.values import Triage
+from headwise.values import to_plain
+
+DIAGNOSIS, TRIAGE, PAGE = "diagnosis.json", "triage.json", "report.html"
+_TRIAGE_SHARE = 0.5  # of the time that is left, where heads that can go are looked for too
+_FEWEST = 4  # heads that a triage is worth starting for
+
+
+class _OutOfTime(Exception):
+    """The budget is used up in the middle of a stage."""
+
+
+@dataclass(frozen=True)
+class _Clock:
+    """What is left of the budget."""
+
+    end: float
+    seconds_per_token: float
+
+    @property
+    def left(self) -> float:
+        return self.end - time.monotonic()
+
+    def tokens(self, share: float = 1.0) -> float:
+        """How many tokens still go through the model."""
+        return max(self.left, 0.0) * share / self.seconds_per_token
+
+    def timed(self, progress: Progress) -> Progress:
+        """Progress that ends the stage when time is over."""
+
+        def tell(title: str, done: int, total: int, note: str) -> None:
+            progress(title, done, total, note)
+            if self.left < 0:
+                raise _OutOfTime
+
+        return tell
+
+
+@takes_model
+def checkup(
+    loaded: LoadedModel,
+    texts: TextSet | Sequence[str] | None = None,
+    *,
+    out: Path | str,
+    settings: CheckupSettings | None = None,
+    bos: bool | None = None,
+    progress: Progress = silent,
+) -> Checkup:
+    """Check, diagnose and judge a model within a budget, and write it with a page into `out`.
+
+    It starts with what is known: finished stages of the same model, texts and settings lie in
+    `out` and are used again.
+    """
+    how, out, start = settings or CheckupSettings(), Path(out), time.monotonic()
+    loaded = loaded.reading(bos)
+    given = None if texts is None else as_text_set(texts, loaded.id)
+    speed = seconds_per_token(loaded.model)
+    clock = _Clock(start + how.seconds, speed)
+    with one_writer(out):
+        work = _Work(loaded, given, how, out, clock, progress)
+        return work.run()
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One check-up on its way."""
+
+    loaded: LoadedModel
+    texts: TextSet | None
+    settings: CheckupSettings
+    out: Path
+    clock: _Clock
+    progress: Progress
+
+    def run(self) -> Checkup:
+        diagnosis, earlier = self._diagnosed()
+        answer = checkup_of(diagnosis, self.settings, self._identity())
+        answer = replace(answer, stages=("diagnose",))
+        answer.save(self.out / CHECKUP)
+        for name, look in (("triage", self._triage),):
+            try:
+                answer = look(answer, diagnosis, earlier)
+            except _OutOfTime:
+                answer = _skipped(answer, f"{name}: the budget ended while it was measured")
+            except HeadwiseError as error:  # a family or texts that this stage cannot use
+                answer = _skipped(answer, f"{name}: {str(error).splitlines()[0]}")
+            answer.save(self.out / CHECKUP)
+        write_report(self.out, self.out)
+        return answer
+
+    def _identity(self) -> str:
+        texts = None if self.texts is None else self.texts.sha256
+        asked = to_plain(replace(self.settings, budget="1s"))
+        parts = [weight_fingerprint(self.loaded.model), texts, asked, self.loaded.bos]
+        return content_hash([to_json(to_plain(parts))])
+
+    def _diagnosed(self) -> tuple[Diagnosis, Checkup | None]:
+        """The diagnosis, measured or as it lies in the folder, and the earlier check-up."""
+        path = self.out / CHECKUP
+        earlier = Checkup.load(path) if path.exists() else None
+        if earlier is not None and earlier.identity != self._identity():
+            earlier = None
+            (self.out / TRIAGE).unlink(missing_ok=True)  # of another model or other texts
+        if earlier is not None and (self.out / DIAGNOSIS).exists():
+            return Diagnosis.load(self.out / DIAGNOSIS), earlier
+        stage("checking that heads are separable", self.progress)
+        result = check(self.loaded.model, seed=self.settings.seed)
+        if not result.passed:
+            raise ModelError(
+                f"the heads of this model are not separable: {result.reason()}",
+                where=self.loaded.id,
+                fix="headwise check MODEL says more",
+            )
+        measured = diagnose(
+            self.loaded, self.texts, max_length=self.settings.max_length, progress=self.progress
+        )
+        measured.save(self.out / DIAGNOSIS)
+        return measured, None
+
+    def _triage(self, answer: Checkup, diagnosis: Diagnosis, earlier: Checkup | None) -> Checkup:
+        """Why heads are sick, those first that to first order promise most."""
+        sick = diagnosis.head_sets()["sick"]
+        if not sick:
+            return answer
+        known = self.out / TRIAGE
+        if earlier is not None and "triage" in earlier.stages and known.exists():
+            triaged = Triage.load(known)
+            if len(triaged.heads) == len(sick) or self.settings.seconds <= earlier.settings.seconds:
+                return self._judged(answer, triaged, len(sick))
+        how = TriageSettings(max_length=self.settings.max_length, seed=self.settings.seed)
+        given = triage_texts(self.loaded.id) if self.texts is None else self.texts
+        some = TextSet(given.name, given.texts[: how.max_texts])
+        encoded = encode_for(self.loaded, some.texts, max_length=how.max_length)
+        tokens = sum(map(len, encoded))
+        # heads that are decided early need less: half of the documents is what they took
+        most = int(self.clock.tokens(_TRIAGE_SHARE) / (tokens * INTERVENTIONS / 4))
+        if most < min(_FEWEST, len(sick)):
+            return _skipped(answer, f"triage: no time for {_FEWEST} heads (a longer --budget)")
+        progress, chosen = self.clock.timed(self.progress), sick
+        if most < len(sick):
+            chosen = self._promising(diagnosis, sick, encoded, most)
+        triaged = triage(
+            self.loaded,
+            diagnosis,
+            some,
+            heads=format_heads(chosen),
+            settings=how,
+            progress=progress,
+        )
+        triaged.save(known)
+        return self._judged(answer, triaged, len(sick))
+
+    def _promising(
+        self, diagnosis: Diagnosis, sick: list[Head], encoded: list[list[int]], most: int
+    ) -> list[Head]:
+        model, plan, some = self.loaded.model, query_plan(diagnosis, sick), encoded[:8]
+        blocks = list(batches(some, 4))
+        layers = sorted({head.layer for head in sick})
+        directions = measure_directions(model, blocks, layers)
+        return most_promising(
+            model, plan, some, directions, most, progress=self.clock.timed(self.progress)
+        )
+
+    def _judged(self, answer: Checkup, triaged: Triage, sick: int) -> Checkup:
+        answer = replace(answer, why=dict(triaged.counts), stages=(*answer.stages, "triage"))
+        if len(triaged.heads) < sick:
+            rest = sick - len(triaged.heads)
+            answer = _skipped(answer, f"triage of {rest} sick heads (a longer --budget)")
+        asleep = triaged.of_class("asleep")
+        if not asleep:
+            return answer
+        best = min(asleep, key=lambda head: triaged.heads[str(head)].release.value)
+        gain = triaged.heads[str(best)].release
+        finding = (
+            f"{len(asleep)} of the sick heads sleep; {best} released alone "
+            f"changes the loss by {_told(gain)} nats per token"
+        )
+        return _worth(answer, Opportunity("repair", finding, _repair(answer.model), gain))
+
+
+def _skipped(answer: Checkup, what: str) -> Checkup:
+    return replace(answer, not_looked_at=(*answer.not_looked_at, what))
+
+
+def _worth(answer: Checkup, one: Opportunity) -> Checkup:
+    return replace(answer, opportunities=(*answer.opportunities, one))
+
+
+def _repair(model: ModelInfo) -> str:
+    corpus = "" if model.id == "patient" else " --corpus YOUR_TEXTS"
+    return f"headwise repair {model.id} --treatment auto{corpus} --out out/run"
+
+
+def _told(change: Interval) -> str:
+    return f"{change.value:+.3f} ({change.low:+.3f} to {change.high:+.3f})"

@@ -1,0 +1,120 @@
+"""The check-up: within its budget, resumable, the same from the command and from the library."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from conftest import SENTENCES, tiny_language_model, tiny_tokenizer
+from headwise import checkup, load_model, read_texts
+from headwise.artefacts import read_json
+from headwise.checkups.settings import CheckupSettings
+from headwise.checkups.values import MOST_LINES, WIDTH, Checkup, Opportunity
+from headwise.cli import app
+from headwise.diagnosis.values import Diagnosis
+from headwise.errors import SettingsError
+from headwise.intervals import Interval
+from headwise.models.first_token import FirstToken
+from headwise.models.loaded_model import LoadedModel
+
+TEXTS = [f"{a} {b} {a}" for a in SENTENCES for b in SENTENCES]
+
+
+def small_model():
+    return LoadedModel(
+        "tiny", tiny_language_model("llama"), tiny_tokenizer(), FirstToken(True, "t")
+    )
+
+
+@pytest.mark.parametrize("budget", ["0m", "0", "soon", "-3m", ""])
+def test_a_budget_that_is_none_is_refused(budget):
+    with pytest.raises(SettingsError, match="budget"):
+        CheckupSettings(budget=budget)
+
+
+def test_the_command_writes_the_bytes_of_the_library(model_dir, tmp_path):
+    texts = tmp_path / "texts.txt"
+    texts.write_text("\n".join(t.replace("\n", " ") for t in TEXTS))
+    out, again = tmp_path / "command" / "out", tmp_path / "library" / "out"
+    arguments = ["checkup", str(model_dir), "--texts", str(texts), "--lines", "--out", str(out)]
+    result = CliRunner().invoke(app, [*arguments, "--budget", "9m"])
+    assert result.exit_code == 0, result.output
+    settings = CheckupSettings(budget="9m")
+    answer = checkup(
+        load_model(str(model_dir)), read_texts([texts], lines=True), out=again, settings=settings
+    )
+    for name in ("checkup.json", "diagnosis.json", "report.html"):
+        assert (out / name).read_bytes() == (again / name).read_bytes(), name
+    assert read_json(out / "checkup.json")["schema"] == "headwise.checkup/1"
+    assert Checkup.load(out / "checkup.json") == answer
+    lines = answer.lines()
+    assert all(line in result.output for line in lines)
+
+
+def test_finished_stages_are_used_again_and_another_text_is_measured_anew(tmp_path):
+    loaded = small_model()
+    first = checkup(loaded, TEXTS, out=tmp_path)
+    path = tmp_path / "diagnosis.json"
+    before = path.stat().st_mtime_ns
+    assert checkup(loaded, TEXTS, out=tmp_path) == first
+    assert path.stat().st_mtime_ns == before
+    other = checkup(loaded, TEXTS[:5], out=tmp_path)
+    assert path.stat().st_mtime_ns != before
+    assert other.identity != first.identity
+
+
+def test_it_ends_within_its_budget_and_says_what_was_not_looked_at(tmp_path):
+    """Heads with half their attention on the first token are sick: triage would have to look."""
+    loaded = small_model()
+    with torch.no_grad():
+        for layer in loaded.model.model.layers:
+            layer.self_attn.q_proj.weight.zero_()
+    short = [text[:6] for text in TEXTS]  # few tokens: even uniform attention is a sink
+    start = time.monotonic()
+    answer = checkup(loaded, short, out=tmp_path, settings=CheckupSettings(budget="0.01s"))
+    assert time.monotonic() - start < 30  # the diagnosis itself, and the page
+    assert answer.counts["sick"] > 0
+    assert any("triage" in line for line in answer.not_looked_at)
+    assert "triage" not in answer.stages
+
+
+def test_the_answer_fits_a_terminal_whatever_it_says(tmp_path):
+    answer = checkup(small_model(), TEXTS, out=tmp_path)
+    gain = Interval(-0.1, -0.2, -0.05)
+    many = tuple(
+        Opportunity(f"way {n}", "gain " * 40, "headwise repair MODEL --out out/run", gain)
+        for n in range(3)
+    )
+    long = replace(answer, opportunities=many, not_looked_at=("something else " * 20,) * 4)
+    for one in (answer, long):
+        lines = one.lines("out/checkup/report.html")
+        assert len(lines) <= MOST_LINES
+        assert max(map(len, lines)) <= WIDTH
+        assert lines[-1] == "page: out/checkup/report.html"
+
+
+def test_a_model_without_sick_heads_is_called_healthy(tmp_path):
+    answer = checkup(small_model(), TEXTS, out=tmp_path)
+    assert answer.counts["sick"] == 0
+    assert not answer.opportunities
+    assert "healthy" in answer.headline or answer.alarms
+
+
+def test_a_model_with_one_head_gets_an_answer(tmp_path):
+    one = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_hidden_layers"), 1)
+    model = tiny_language_model("llama", **one)
+    loaded = LoadedModel("one", model, tiny_tokenizer(), FirstToken(True, "a test"))
+    answer = checkup(loaded, TEXTS, out=tmp_path)
+    assert answer.counts["total"] == 1
+    assert "1 head in 1 layer" in answer.lines()[0]
+
+
+def test_the_page_shows_the_answer(tmp_path):
+    answer = checkup(small_model(), TEXTS, out=tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert answer.headline in page
+    assert Diagnosis.load(tmp_path / "diagnosis.json").roles
