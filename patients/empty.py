@@ -25,7 +25,7 @@ from headwise.surgery.sink_directions import measure_directions
 from headwise.surgery.treatments import Dose, treat
 from headwise.texts.batches import batches, encode_texts
 from headwise.texts.text_sets import TextSet, default_corpus, default_texts
-from headwise.therapy.never_worse import validation_change
+from headwise.therapy.never_worse import loss_change
 
 LR, WEIGHT_DECAY, STEPS = 1e-3, 0.1, 46_050  # (1 - 1e-4) ** 46050 = 0.01
 TEXTS = 24
@@ -47,7 +47,7 @@ def emptied(out: Path) -> None:
     )
     patch.save(out / "patch.safetensors")
     blocks = list(batches(encode_texts(tokenizer, judged.texts, max_length=256), 1))
-    say("loss against the patient", validation_change(model, patch, blocks))
+    say("loss against the patient", loss_change(model, patch, blocks, "held-out").change)
     patch.apply(model)
     found = diagnose(model, tokenizer, judged, max_length=256)
     say("sick", found.counts)
@@ -60,7 +60,7 @@ def emptied(out: Path) -> None:
     for amount in (0.9, 1.0):
         given = dict.fromkeys(plan.target_heads, Dose("release", amount))
         released = treat(model, plan, given, directions=directions)
-        say(f"release {amount}", validation_change(model, released, blocks))
+        say(f"release {amount}", loss_change(model, released, blocks, "held-out").change)
 
 
 def say(*parts: object) -> None:

@@ -16,6 +16,7 @@ from headwise.diagnosis.symptoms import Symptom
 from headwise.errors import ArtefactError, SelectionError, TextError
 from headwise.forward.losses import divergence
 from headwise.heads import Head
+from headwise.intervals import Interval
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.loading import load_model
 from headwise.models.patch import Patch
@@ -26,20 +27,22 @@ from headwise.proof.compare import compare
 from headwise.proof.evaluate import evaluate
 from headwise.settings import changed
 from headwise.surgery.job import hold
+from headwise.surgery.operation import operate
 from headwise.surgery.plan import SurgeryPlan, make_plan, plans_of
 from headwise.surgery.recipe import RECIPES, treatment_recipe
 from headwise.surgery.sink_directions import measure_directions
 from headwise.surgery.treatments import Dose, prescribed, treat, with_prescription, with_treatment
+from headwise.texts.batches import batches
 from headwise.texts.corpus import build_corpus
 from headwise.texts.text_sets import TextSet
 from headwise.therapy import dose
 from headwise.therapy.auto import choice_blocks, write_plan
 from headwise.therapy.dose import _further, _gains, _options, _sure, choose_doses
 from headwise.therapy.ill_heads import IllHeads, find_ill_heads
-from headwise.therapy.never_worse import MOST, judged_blocks, validation_change
+from headwise.therapy.never_worse import MOST, judged_blocks, loss_change
 from headwise.therapy.repair import repair
 from headwise.therapy.values import Therapy, Tried
-from planned import TINY_RECIPE, plan_for, random_corpus, small_texts, weight_bits
+from planned import TINY_RECIPE, plan_for, random_corpus, random_ids, small_texts, weight_bits
 
 
 def numbered_corpus(**sizes):
@@ -143,7 +146,7 @@ def test_doses_are_found_that_lower_the_loss_and_the_model_stays_as_it_was(aslee
     assert set(choice.prescription) == set(plan.target_heads)
     assert any(row.kept for row in choice.tried)
     patch = treat(loaded.model, plan, choice.prescription, directions=directions)
-    assert validation_change(loaded.model, patch, corpus.validation).high < 0
+    assert loss_change(loaded.model, patch, corpus.validation, "own").change.high < 0
 
 
 def test_spared_heads_are_treated_only_if_all_heads_together_do_better_with_them(asleep):
@@ -358,7 +361,7 @@ def test_an_empty_patch_is_a_patch_everywhere(tmp_path):
 def test_the_loss_of_a_document_is_the_sum_over_its_pieces(tiny):
     corpus = random_corpus(train=2, validation=3)
     whole = replace(corpus.validation[0], index=tuple(0 for _ in corpus.validation[0].lengths))
-    change = validation_change(tiny.model, Patch({}), [whole, *corpus.validation[1:]])
+    change = loss_change(tiny.model, Patch({}), [whole, *corpus.validation[1:]], "own").change
     assert (change.value, change.low, change.high) == (0, 0, 0)
 
 
@@ -396,7 +399,7 @@ def test_the_empty_patient_is_as_sick_as_the_patient_and_release_finds_nothing(a
     directions = measure_directions(loaded.model, corpus.train, (2, 4, 5))
     given = dict.fromkeys(plan.target_heads, Dose("release", 0.9))
     patch = treat(loaded.model, plan, given, directions=directions)
-    change = validation_change(loaded.model, patch, corpus.validation)
+    change = loss_change(loaded.model, patch, corpus.validation, "own").change
     assert abs(change.value) < 0.002
 
 
@@ -441,3 +444,67 @@ def test_holding_a_model_to_stock_on_other_text_keeps_what_it_said_there(tmp_pat
         repair(
             loaded, plan, texts, recipe, out=tmp_path / "held", mode="gradient-only", resume=True
         )
+
+
+def test_a_change_of_loss_is_told_by_document_and_along_the_context(tiny):
+    """Against transformers' own loss of every token."""
+    plan = plan_for(tiny.model)
+    patch = operate(tiny.model, plan)
+    texts = [random_ids(n, n) for n in (40, 7, 120, 33, 2, 97, 64, 150, 20, 96)]
+    blocks = [next(batches([ids], 1)) for ids in texts]
+    blocks = [replace(block, index=(number,)) for number, block in enumerate(blocks)]
+
+    def losses():
+        rows = []
+        for ids in texts:
+            with torch.inference_mode():
+                logits = tiny.model(torch.tensor([ids])).logits[0, :-1]
+            rows.append(
+                torch.nn.functional.cross_entropy(
+                    logits.double(), torch.tensor(ids[1:]), reduction="none"
+                ).numpy()
+            )
+        return rows
+
+    before = losses()
+    with patch.applied(tiny.model):
+        after = losses()
+    deltas = [now - then for now, then in zip(after, before, strict=True)]
+    change = loss_change(tiny.model, patch, blocks, "own")
+    assert change.documents == len(texts)
+    assert change.change.value == pytest.approx(np.concatenate(deltas).mean(), abs=1e-6)
+    assert change.worse == np.mean([delta.sum() > 0 for delta in deltas])
+    assert list(change.by_position) == ["1-32", "33-96", "97-256"]
+    for (name, found), start, end in zip(
+        change.by_position.items(), (0, 32, 96), (32, 96, 256), strict=True
+    ):
+        part = np.concatenate([delta[start:end] for delta in deltas])
+        assert found.value == pytest.approx(part.mean(), abs=1e-6), name
+
+
+def test_auto_tells_what_it_does_to_other_text_and_keep_refuses_harm(asleep, tmp_path, monkeypatch):
+    loaded, plan, corpus = asleep
+    recipe = RECIPES["patient"].model_copy(update={"steps": 0})
+    other = TextSet("other", tuple(patient_texts("second"))[:9])
+    run = repair(loaded, plan, corpus, recipe, out=tmp_path / "a", treatment="auto", also=other)
+    therapy = Therapy.load(tmp_path / "a")
+    assert therapy.better
+    assert therapy.elsewhere is not None
+    assert (therapy.elsewhere.texts, therapy.elsewhere.documents) == ("other", 9)
+    told = load_artefact(tmp_path / "a" / "run.json", "run")["against_stock"]
+    assert told == {
+        "validation text": therapy.change.to_json(),
+        "other": therapy.elsewhere.change.to_json(),
+    }
+    assert not run.patch.is_empty
+
+    def harmful(model, patch, blocks, texts):
+        change = loss_change(model, patch, blocks, texts)
+        return change if texts != "other" else replace(change, change=Interval(0.2, 0.1, 0.3))
+
+    monkeypatch.setattr("headwise.therapy.repair.loss_change", harmful)
+    for keep, empty in ((None, False), (other, True)):
+        out = tmp_path / f"{empty}"
+        run = repair(loaded, plan, corpus, recipe, out=out, treatment="auto", also=other, keep=keep)
+        assert run.patch.is_empty == empty
+        assert "worse there, with 95% confidence" in Therapy.load(out).other

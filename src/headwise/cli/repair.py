@@ -29,6 +29,7 @@ class RepairFiles:
     plan: Annotated[Path | None, Doc("plan.yaml; auto finds sick heads.")] = None
     corpus: Annotated[Sequence[str], Doc("Text to train on.")] = ()
     keep: Annotated[Sequence[str], Doc("Texts on which the model is held to what it said.")] = ()
+    also: Annotated[Sequence[str], Doc("Other text that auto is judged on too.")] = ()
     recipe: Annotated[str | None, Doc("A bundled recipe or a .yaml file.")] = None
     lines: Annotated[bool, Doc("In .txt files every line is a text.")] = False
 
@@ -60,6 +61,7 @@ def repair_verb(
     lines = files.lines
     corpus = read_texts(files.corpus, lines=lines) if files.corpus else default_corpus(model)
     keep = read_texts(files.keep, lines=lines) if files.keep else None
+    also = read_texts(files.also, lines=lines) if files.also else None
     recipe = recipe_named(files.recipe) if files.recipe else None
     from headwise.therapy.repair import repair
 
@@ -73,6 +75,7 @@ def repair_verb(
             out=to.out,
             **keywords_of(settings),
             keep=keep,
+            also=also,
             changes=changes,
             bos=loading.bos,
             resume=to.resume,
@@ -92,7 +95,11 @@ def run_lines(run: RepairRun, plan: SurgeryPlan | None) -> Iterator[str]:
 
     state, name = run.state, run.settings.name
     if run.settings.request.auto:
-        yield f"auto: {Therapy.load(run.out).sentence}"
+        therapy = Therapy.load(run.out)
+        yield f"auto: {therapy.sentence}"
+        if therapy.better and therapy.judged is not None:
+            yield f"auto: {therapy.other}"
+            yield f"auto: along the context: {therapy.judged.positions}"
     if state.validations:
         first = state.validations[0]
         yield (

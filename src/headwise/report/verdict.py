@@ -74,6 +74,7 @@ def _judge(source: Source) -> Verdict:
         _operation(source, main),
         _untrained(main),
         _own_validation(source, main),
+        _for_whom(main),
         _by_mass(source, main),
         _by_function(source, main),
     ]
@@ -255,6 +256,19 @@ def _own_validation(source: Source, main: Condition) -> Finding | None:
         f"stock ({stock:.4f} before, {now:.4f} after). It was not evaluated on held-out text."
     )
     return Finding("What the run itself knows", text, "bad" if change > 0 else "plain")
+
+
+def _for_whom(main: Condition) -> Finding | None:
+    """On what text auto's patch is better, where in a text, and what it does to other text."""
+    therapy = main.therapy
+    if therapy is None or therapy.judged is None or not therapy.better:
+        return None
+    text = f"Text like the corpus: {therapy.judged}"
+    if therapy.judged.by_position:
+        text += f"; along the context, {therapy.judged.positions}"
+    harmed = therapy.elsewhere is not None and therapy.elsewhere.change.low > 0
+    other = f" {therapy.other[0].upper()}{therapy.other[1:]}." if therapy.other else ""
+    return Finding("Better for whom", f"{text}.{other}", "bad" if harmed else "plain")
 
 
 def _count(number: int, noun: str) -> str:

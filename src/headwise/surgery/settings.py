@@ -25,6 +25,9 @@ class RepairRequest(RepairSettings):
     recipe: Recipe | None = field(default=None, repr=False)  # None: fitted to model and corpus
     changes: Mapping[str, float] = field(default_factory=dict)  # to the recipe, applied last
     keep: TextInfo | None = None  # text on which the model is held to what stock says
+    also: TextInfo | None = (
+        None  # other text that auto's patch is judged on; None: keep, or bundled
+    )
     excluded: TextInfo | None = None  # text of a later evaluation, left out of corpus and keep
     bos: bool | None = None  # None: the plan's, else as decided at loading
 

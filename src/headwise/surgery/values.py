@@ -11,6 +11,7 @@ from typing import Any, Literal
 from headwise.alarms import Alarm
 from headwise.artefacts import content_hash, load_artefact, save_artefact, to_json, versions
 from headwise.errors import ArtefactError
+from headwise.intervals import Interval
 from headwise.surgery.plan import SurgeryPlan
 from headwise.surgery.plan_settings import AUTO, Mode
 from headwise.surgery.recipe import Recipe, Saving
@@ -46,6 +47,8 @@ class RunSettings:
     patch: str = ""  # hash of what its slices became, once finished
     outcome: Outcome = ""  # sham: the best validated state was the untrained operation
     stock_loss: Finite | None = None  # on the validation text, before the operation
+    # by text: what auto's patch was judged on
+    against_stock: Mapping[str, Interval] = field(default_factory=dict)
     alarms: tuple[Alarm, ...] = ()
     trace_rows: int = 0  # that the finished run left; files with fewer have lost their end
     map_rows: int = 0
@@ -93,6 +96,7 @@ class RunSettings:
             "seed": self.seed,
             "corpus": plain_fields(self.corpus),
             "kept": self.request.kept,
+            **({} if self.request.also is None else {"also": self.request.also.sha256}),
         }
 
     def to_json(self) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from headwise.values import OMITTED
 
 
 @dataclass(frozen=True)
@@ -14,8 +16,9 @@ class CorpusInfo:
     documents: int = 0
     duplicates: int = 0
     excluded: int = 0  # left out because they are evaluation texts
-    near_excluded: int = 0  # left out because they are near-duplicates of such
-    near_duplicates: int = 0  # documents like another one: all on one side of the split
+    near_excluded: int | None = field(default=None, metadata=OMITTED)  # near-duplicates of those
+    # documents beyond the first of each group of near-duplicates; a group is on one side
+    near_duplicates: int | None = field(default=None, metadata=OMITTED)
     train_documents: int = 0
     validation_documents: int = 0
     train_tokens: int = 0

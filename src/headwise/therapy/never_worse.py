@@ -1,4 +1,4 @@
-"""Never worse: is a patched model better than stock on validation text, with 95% confidence?
+"""Never worse on text like the corpus: is a patched model better there, with 95% confidence?
 
 Judged on validation blocks that early stopping did not look at, if they hold enough documents;
 otherwise on all of them (the best of a handful of validations is a mild selection, and it is said
@@ -17,13 +17,18 @@ from transformers import PreTrainedModel
 from headwise.errors import TextError
 from headwise.forward.losses import shifted_targets, token_losses
 from headwise.forward.tap import tapped
-from headwise.intervals import FEWEST, Interval, paired_interval
+from headwise.intervals import FEWEST, paired_interval
 from headwise.models.architectures import backbone_of, device_of
+from headwise.models.loaded_model import LoadedModel
 from headwise.models.patch import Patch
+from headwise.models.rope import length_class
 from headwise.texts.batches import Batch
-from headwise.texts.corpus import Corpus, spread_blocks
+from headwise.texts.corpus import Corpus, build_corpus, split_blocks, spread_blocks
+from headwise.texts.text_sets import TextSet
+from headwise.therapy.values import LossChange
 
 ENOUGH = 32  # unseen documents, with fewer all are judged: the interval would be too wide
+POSITIONS = (0, 32, 96, 256, 1024)  # where buckets of the predicting token begin
 MOST = 512  # blocks of a large corpus that are read: more would only narrow the interval
 
 
@@ -53,27 +58,67 @@ def count_documents(blocks: Sequence[Batch]) -> int:
     return len({document for block in blocks for document in block.index})
 
 
-def validation_change(model: PreTrainedModel, patch: Patch, blocks: Sequence[Batch]) -> Interval:
-    """Loss with the patch minus stock in nats per token, paired by document."""
+def loss_change(
+    model: PreTrainedModel, patch: Patch, blocks: Sequence[Batch], texts: str
+) -> LossChange:
+    """Loss with the patch minus stock in nats per token, paired by document.
+
+    Also along the context: a repair may gain late in a text and lose early.
+    """
     before, tokens = _document_losses(model, blocks)
     with patch.applied(model):
         after, _ = _document_losses(model, blocks)
-    return paired_interval(after - before, tokens)
+    deltas = after - before
+    present = tokens > 0  # not every document is long enough for every position
+    return LossChange(
+        texts,
+        len(tokens),
+        paired_interval(deltas.sum(1), tokens.sum(1)),
+        float((deltas.sum(1) > 0).mean()),
+        {
+            name: paired_interval(deltas[some, place], tokens[some, place])
+            for place, (name, some) in enumerate(zip(_position_names(), present.T, strict=True))
+            if some.any()
+        },
+    )
+
+
+def _position_names() -> list[str]:
+    ends = [*(str(end) for end in POSITIONS[1:]), ""]
+    return [f"{start + 1}-{end}" for start, end in zip(POSITIONS, ends, strict=True)]
+
+
+def other_blocks(loaded: LoadedModel, texts: TextSet, block: int) -> tuple[Batch, ...]:
+    """Texts that a patch is judged on beside validation text, cut as the corpus is."""
+    corpus = build_corpus(
+        texts,
+        loaded.tokenizer,
+        block=block,
+        batch_tokens=2,
+        validation_share=0.0,
+        first_token=loaded.first_token,
+    )
+    blocks = split_blocks(corpus, length_class(loaded.model)).train
+    return tuple(spread_blocks(blocks, MOST))
 
 
 def _document_losses(
     model: PreTrainedModel, blocks: Sequence[Batch]
-) -> tuple[Float[np.ndarray, "document"], Int[np.ndarray, "document"]]:
-    """Summed losses and predicted tokens; pieces of one document count as one."""
-    owners = np.array([document for block in blocks for document in block.index])
-    sums = []
+) -> tuple[Float[np.ndarray, "document bucket"], Int[np.ndarray, "document bucket"]]:
+    """Summed losses and predicted tokens by position; pieces of one document count as one."""
+    owners = np.unique([i for block in blocks for i in block.index], return_inverse=True)
+    shape = (len(owners[0]), len(POSITIONS))
+    sums, tokens, row = np.zeros(shape), np.zeros(shape, dtype=int), 0
     with torch.inference_mode():
         for block in blocks:
             ids = block.ids.to(device_of(model))
             with tapped(model):
                 last = backbone_of(model)(input_ids=ids, use_cache=False).last_hidden_state
             losses = token_losses(model, last, shifted_targets(ids, block.lengths))
-            sums.append(losses.double().sum(1).cpu().numpy())
-    lengths = torch.cat([block.lengths for block in blocks]).numpy() - 1
-    places = np.unique(owners, return_inverse=True)[1]
-    return np.bincount(places, np.concatenate(sums)), np.bincount(places, lengths).astype(int)
+            rows = losses.double().cpu().numpy()
+            for loss, length in zip(rows, (block.lengths - 1).tolist(), strict=True):
+                place, row = owners[1][row], row + 1
+                buckets = np.digitize(np.arange(length), POSITIONS) - 1
+                sums[place] += np.bincount(buckets, loss[:length], len(POSITIONS))
+                tokens[place] += np.bincount(buckets, minlength=len(POSITIONS))
+    return sums, tokens

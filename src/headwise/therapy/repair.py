@@ -50,17 +50,18 @@ from headwise.surgery.values import (
     is_finished,
     resumed_versions,
 )
+from headwise.texts.batches import Batch
 from headwise.texts.corpus import Corpus, build_corpus, split_blocks, spread_blocks
 from headwise.texts.corpus_info import CorpusInfo
-from headwise.texts.text_sets import TextSet, as_text_set, default_texts
+from headwise.texts.text_sets import TextSet, as_text_set, bundled_texts, default_texts
 from headwise.texts.unigram import unigram_loss
 from headwise.therapy.auto import choice_blocks, without_targets, write_plan
 from headwise.therapy.ill_heads import SEARCH_BLOCKS, IllHeads, find_ill_heads
 from headwise.therapy.never_worse import (
-    count_documents,
     judged_blocks,
+    loss_change,
+    other_blocks,
     require_validation,
-    validation_change,
 )
 from headwise.therapy.values import THERAPY, Therapy
 
@@ -125,6 +126,7 @@ def repair(
     excluded: Sequence[str] | None = None,
     tracker: str | None = None,
     keep: TextSet | Sequence[str] | None = None,
+    also: TextSet | Sequence[str] | None = None,
     bos: bool | None = None,
     changes: Mapping[str, float] | None = None,
     budget: Budget = unlimited,
@@ -134,9 +136,12 @@ def repair(
 
     Without a `corpus` the patient is trained on its own; without a `recipe` one is fitted, and
     `changes` come last. "auto" chooses per head (no plan: ill ones) and ends in an empty patch
-    without a sure gain. `keep` texts hold the model to what stock says there; `excluded` ones (by
-    default those that it is evaluated on) are trained on in neither way.
+    without a sure gain on text like the corpus; what it does to other text (`also`, else `keep`,
+    else the bundled varied texts) is measured beside it. `keep` texts hold the model to what stock
+    says there, and a patch that makes the other text worse is emptied; `excluded` texts (by default
+    those that it is evaluated on) are trained on in neither way.
     """
+    other = None if also is None else as_text_set(also, loaded.id)
     kept = None if keep is None else as_text_set(keep, loaded.id)
     left_out = default_texts(loaded.id) if excluded is None else TextSet("given", tuple(excluded))
     request = RepairRequest(
@@ -148,6 +153,7 @@ def repair(
         changes=changes or {},
         seed=seed,
         keep=None if kept is None else kept.describe(),
+        also=None if other is None else other.describe(),
         excluded=left_out.describe() if left_out.texts else None,
         bos=bos,
         force=force,
@@ -159,6 +165,7 @@ def repair(
         corpus,
         Path(out),
         keep=kept,
+        also=other,
         excluded=left_out.texts,
         resume=resume,
         budget=budget,
@@ -173,15 +180,17 @@ def fulfil(
     out: Path,
     *,
     keep: TextSet | None = None,
+    also: TextSet | None = None,
     excluded: Sequence[str] = (),
     resume: bool = False,
     budget: Budget = unlimited,
     progress: Progress = silent,
 ) -> RepairRun:
-    """Carry a request out; `keep` and `excluded` are the texts that it names."""
+    """Carry a request out; `keep`, `also` and `excluded` are the texts that it names."""
     loaded, plan, fingerprint = _planned(loaded, request, progress)
     stage("tokenising the corpus", progress)
-    recipe, blocks = fit_request(loaded, request, corpus, excluded, judged=request.auto)
+    untrained = [*excluded, *(also.texts if also else ())]
+    recipe, blocks = fit_request(loaded, request, corpus, untrained, judged=request.auto)
     _tell_corpus(blocks.info, progress)
     if request.auto:
         require_validation(blocks)
@@ -200,7 +209,8 @@ def fulfil(
         track = _tracker(asked, out)  # refused before anything is written
         held = _held(loaded, keep, recipe, excluded)
         job = Job(loaded.model, run, blocks, out, track=track, held=held)
-        return _finished(_run(loaded, job, resume, progress))
+        other = also or keep or bundled_texts()
+        return _finished(_run(loaded, job, other, resume, progress))
 
 
 def _planned(
@@ -293,8 +303,10 @@ def _tell_versions(run: RunSettings, progress: Progress) -> None:
         stage(f"begun under other versions: {'; '.join(moved)}", progress)
 
 
-def _run(loaded: LoadedModel, job: Job, resume: bool, progress: Progress) -> RepairRun:
-    """Carry out the plan, or the one that auto writes, and judge that one."""
+def _run(
+    loaded: LoadedModel, job: Job, other: TextSet, resume: bool, progress: Progress
+) -> RepairRun:
+    """Carry out the plan, or the one that auto writes, and judge that one, on `other` text too."""
     therapy: Therapy | None = None
     directions: dict[int, LayerDirections] = {}
     if job.run.request.auto:
@@ -325,7 +337,16 @@ def _run(loaded: LoadedModel, job: Job, resume: bool, progress: Progress) -> Rep
     )
     job = replace(job, run=run)
     done = RepairRun(job.out, run, patch, state)
-    return done if therapy is None else _judged(job, therapy, done, progress)
+    if therapy is None:
+        return done
+    stage(f"auto: judging the repair on validation text and on {other.name}", progress)
+    therapy = _judged(job, therapy, patch, other_blocks(loaded, other, job.run.recipe.block), other)
+    known = {part.texts: part.change for part in (therapy.judged, therapy.elsewhere) if part}
+    job = replace(job, run=replace(run, against_stock=known))
+    if not therapy.better:
+        return _left_alone(job, therapy, state)
+    replace(therapy, run=job.run.identity).save(job.out)
+    return replace(done, settings=job.run)
 
 
 def _earlier(job: Job) -> Therapy | None:
@@ -342,18 +363,22 @@ def _ill_heads(loaded: LoadedModel, job: Job, progress: Progress) -> IllHeads:
     return find_ill_heads(loaded, job.corpus, job.run.recipe, progress=progress)
 
 
-def _judged(job: Job, therapy: Therapy, done: RepairRun, progress: Progress) -> RepairRun:
-    """Keep the patch if it is better than stock with 95% confidence, else empty it."""
-    stage("auto: judging the repair on validation text", progress)
+def _judged(
+    job: Job, therapy: Therapy, patch: Patch, elsewhere: Sequence[Batch], other: TextSet
+) -> Therapy:
+    """Whether the patch is better than stock on validation text with 95% confidence.
+
+    Of one that is, it is asked what it does elsewhere; where text is to be kept, that must not be
+    harm.
+    """
     recipe = job.run.recipe
     blocks = judged_blocks(job.corpus, recipe.validation_blocks if recipe.steps else 0)
-    change = validation_change(job.model, done.patch, blocks)
-    better = change.high < 0
-    therapy = replace(therapy, change=change, documents=count_documents(blocks), better=better)
-    if not better:
-        return _left_alone(job, therapy, done.state)
-    replace(therapy, run=job.run.identity).save(job.out)
-    return done
+    judged = loss_change(job.model, patch, blocks, "validation text")
+    if judged.change.high >= 0:
+        return replace(therapy, judged=judged, better=False)
+    there = loss_change(job.model, patch, elsewhere, other.name)
+    harmed = job.run.request.keep is not None and there.change.low > 0
+    return replace(therapy, judged=judged, elsewhere=there, better=not harmed)
 
 
 def _left_alone(job: Job, therapy: Therapy, state: RunState) -> RepairRun:

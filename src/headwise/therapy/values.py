@@ -14,7 +14,7 @@ from headwise.intervals import Interval
 from headwise.provenance import Origin
 from headwise.surgery.plan import SurgeryPlan
 from headwise.triaging.values import TRIAGE_CLASSES
-from headwise.values import from_plain, plain_fields, to_plain
+from headwise.values import Finite, from_plain, plain_fields, to_plain
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,11 +34,34 @@ class Tried:
 
 
 @dataclass(frozen=True)
+class LossChange:
+    """Loss of the repaired model minus stock on some texts, in nats per token, by document."""
+
+    texts: str
+    documents: int
+    change: Interval
+    worse: Finite  # share of the documents whose loss rose
+    by_position: Mapping[str, Interval]  # of the predicting token in its row, counted from 1
+
+    def __str__(self) -> str:
+        one = self.change
+        return (
+            f"{one.value:+.4f} ({one.low:+.4f} to {one.high:+.4f}) nats per token on "
+            f"{self.documents} documents, {self.worse:.0%} of them worse"
+        )
+
+    @property
+    def positions(self) -> str:
+        """What the change is made of, along the context."""
+        parts = self.by_position.items()
+        return ", ".join(f"tokens {name} {part.value:+.4f}" for name, part in parts)
+
+
+@dataclass(frozen=True)
 class Therapy:
     """The plan that auto wrote, and whether the repaired model is better than stock.
 
-    `better` is None until the patch was judged; `change` is the loss of the repaired model minus
-    stock on validation text, with its 95% interval over documents.
+    `better` is None until the patch was judged, on validation text and on text of another kind.
     """
 
     asked: str  # identity of the settings for which the plan was written
@@ -46,8 +69,8 @@ class Therapy:
     left_alone: tuple[str, ...]
     classes: Mapping[str, str]  # head: what triage on training text found
     tried: tuple[Tried, ...] = field(repr=False)
-    change: Interval | None = None
-    documents: int = 0  # of validation text that the patch was judged on
+    judged: LossChange | None = None  # on validation text: text like the corpus
+    elsewhere: LossChange | None = None  # on other text; None where the patch was empty before
     better: bool | None = None
     untriaged: tuple[str, ...] = ()  # of many heads those with least hope to first order
     symptoms: Mapping[str, str] = field(default_factory=dict)  # that were looked for: heads with it
@@ -69,10 +92,11 @@ class Therapy:
             return f"{self._nothing}: leaving the model alone is best"
         if self.change is None or self.better is None:
             return f"{self._treated}; the patch was not judged yet"
-        by = f"{self.change.value:+.4f} ({self.change.low:+.4f} to {self.change.high:+.4f})"
-        told = f"validation loss against stock {by} nats per token"
+        told = f"validation loss against stock {self.judged}"
         if self.better:
-            return f"{self._treated}, {told}: better, with 95% confidence"
+            return f"{self._treated}, {told}: better on text like the corpus, with 95% confidence"
+        if self.change.high < 0:
+            return f"{told}: better there, but {self.other}, so leaving the model alone is best"
         return f"{told}: not better with 95% confidence, so leaving the model alone is best"
 
     @property
@@ -88,6 +112,28 @@ class Therapy:
         kinds = [name for name in self.symptoms if name not in ("low_entropy", "drowsy")]
         looked = ", ".join([*kinds, "sleeping"]) if self.symptoms else "ill"
         return f"{self.heads or 'all'} heads: no {looked} or harmful head"
+
+    @property
+    def change(self) -> Interval | None:
+        """Loss of the repaired model minus stock on validation text, nats per token."""
+        return None if self.judged is None else self.judged.change
+
+    @property
+    def documents(self) -> int:
+        """Validation documents that the patch was judged on."""
+        return 0 if self.judged is None else self.judged.documents
+
+    @property
+    def other(self) -> str:
+        """What the repair does to other text; nothing if it was not measured."""
+        if self.elsewhere is None:
+            return ""
+        change = self.elsewhere.change
+        if change.low > 0:
+            reading = "worse there, with 95% confidence"
+        else:
+            reading = "better there too" if change.high < 0 else "no difference shown there"
+        return f"on other text ({self.elsewhere.texts}) {self.elsewhere}: {reading}"
 
     @property
     def _treated(self) -> str:
@@ -119,4 +165,8 @@ class Therapy:
     def load(run: Path) -> Therapy:
         """Read the `therapy.json` of a run directory."""
         path = run / THERAPY
-        return from_plain(Therapy, load_artefact(path, "therapy"), path)
+        body = load_artefact(path, "therapy")
+        if body.get("change") is not None and "judged" not in body:  # an older run told no more
+            judged = {"texts": "", "worse": 0.0, "by_position": {}}
+            body["judged"] = judged | {key: body[key] for key in ("change", "documents")}
+        return from_plain(Therapy, body, path)
