@@ -194,6 +194,7 @@ def apply_verb(
     loading: LoadSettings,
     out: Out = Path("out/model"),
     undo: Annotated[bool, Doc("Take the patches out again.")] = False,
+    shrink: Annotated[bool, Doc("Cut out the heads that the patch retired.")] = False,
     force: Annotated[bool, Doc("Accept another base.")] = False,
 ) -> None:
     """Write an ordinary model directory with patches merged in, or taken out again."""
@@ -204,7 +205,11 @@ def apply_verb(
 
     read = [Patch.load(path) for path in patches]
     loaded = load(model, replace(loading, dtype=loading.dtype or read[0].dtype))
-    apply_patches(loaded, read, out, undo=undo, force=force)
+    apply_patches(loaded, read, out, undo=undo, shrink=shrink, force=force)
+    if shrink:
+        from headwise.handover.shrinking import Shrunken
+
+        console().print(str(Shrunken.load(out)))
     console().print(
         f"wrote a model with {len(read)} patch(es) {'undone' if undo else 'merged'} in {out}"
     )

@@ -21,6 +21,7 @@ from transformers.utils.hub import cached_file
 
 from headwise.artefacts import TEMPORARY, own_folder
 from headwise.errors import ModelError
+from headwise.handover.shrinking import shrink as cut_retired
 from headwise.handover.weight_files import holds, merge_files
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.loading import converted_gguf, quietly
@@ -35,9 +36,13 @@ def apply_patches(
     out: Path | str,
     *,
     undo: bool = False,
+    shrink: bool = False,
     force: bool = False,
 ) -> Path:
-    """Merge patches in order (or undo them in reverse) and save an ordinary model directory."""
+    """Merge patches in order (or undo them in reverse) and save an ordinary model directory.
+
+    With `shrink` the heads that the last patch retired are cut out, where the family allows it.
+    """
     out, ordered = Path(out), list(reversed(patches) if undo else patches)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ModelError(
@@ -50,7 +55,10 @@ def apply_patches(
             for patch in ordered:
                 context = patch.undone if undo else patch.applied
                 stack.enter_context(context(loaded.model, force=force))
-            _write(loaded, ordered, staging, undo)
+            if shrink and not undo:
+                cut_retired(loaded, ordered[-1], staging)
+            else:
+                _write(loaded, ordered, staging, undo)
         os.replace(staging, out)  # noqa: PTH105 - only this takes the place of an empty folder
     except (OSError, SafetensorError) as error:  # safetensors tells a full disk in its own words
         raise ModelError(

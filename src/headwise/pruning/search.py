@@ -40,6 +40,7 @@ DRAWS = 3  # random orders that are averaged
 MEASURED = "measured.json"
 _CHUNK = 16  # sets that are measured, and kept, at once
 _AHEAD = 4  # sizes that are measured at once: the model as it is runs once for all of them
+_COSTLY = 0.05  # nats per token
 _GLANCE = 6  # documents after which a unit that clearly costs too much is measured no further
 
 
@@ -225,9 +226,10 @@ class NestedSearch:
     def measure_singles(self, names: Sequence[str]) -> None:
         """The exact cost of each unit alone; what clearly exceeds the limit is left after a glance.
 
-        Clearly: the interval of the first documents lies above the limit.
+        Clearly: the interval of the first documents lies above the limit, or above `_COSTLY` so
+        that a search resumed with another limit asks the same.
         """
-        limit = self.settings.max_loss
+        limit = max(self.settings.max_loss, _COSTLY)
         sets = [[self.units[name]] for name in names]
         title = f"costs of {len(names)} {self.noun}s"
         glance = self.costs.deltas("choosing", sets, title, _GLANCE)
