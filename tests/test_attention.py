@@ -15,11 +15,11 @@ from headwise.forward.attention import (
     first_keys_mass,
     fused_is_trusted,
     mass_at,
+    max_logits,
     moments,
     sink_share,
     tile_scores,
 )
-from headwise.forward.max_logit import max_logits
 
 LENGTH, HEADS, DIM = TILE + 77, 6, 8  # more than one tile, and not a multiple of it
 
@@ -245,7 +245,7 @@ def test_the_largest_logit_is_the_largest_of_all_pairs(case, kv_heads, monkeypat
     if known is not None:
         largest, _ = max_logits(scores, lse, real, known)
         torch.testing.assert_close(largest, expected, rtol=1e-5, atol=1e-4)
-    monkeypatch.setattr("headwise.forward.max_logit.EXACT_LENGTH", 10)
+    monkeypatch.setattr("headwise.forward.attention.EXACT_LENGTH", 10)
     lower, upper = max_logits(scores, lse, real)
     assert (lower <= expected + 1e-4).all()
     assert (upper >= expected - 1e-4).all()

@@ -25,12 +25,12 @@ from headwise.forward.attention import (
     first_keys_mass,
     indicator_mass,
     mass_at,
+    max_logits,
     moments,
     sink_share,
 )
 from headwise.forward.hooked_pass import HookedPass, Visit
 from headwise.forward.losses import shifted_targets
-from headwise.forward.max_logit import max_logits
 from headwise.forward.measurements import Measurement, run_measurement
 from headwise.forward.tap import LayerAttention
 from headwise.heads import Head
