@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -374,6 +375,17 @@ def test_heads_of_the_patient_that_carry_the_gain_are_asleep():
     found = triage(loaded, diagnosis, heads="L4H7,L5H6", settings=settings)
     assert found.provenance.texts.name == texts.name
     assert [head.class_ for head in found.heads.values()] == ["asleep", "asleep"]
+
+
+def test_a_head_without_which_the_loss_falls_is_harmful_unless_release_does_about_as_well():
+    thresholds = TriageThresholds()
+    harmful = replace(judged(z=-0.1, m=-0.02, gains=False), harms=True)
+    assert triage_class(harmful, thresholds) == "harmful"
+    assert is_decided(harmful, thresholds)
+    asleep = replace(judged(z=-0.1, m=-0.02, r=-0.09), harms=True)
+    assert triage_class(asleep, thresholds) == "asleep"
+    little = replace(judged(z=-0.001, m=-0.001), harms=True)
+    assert triage_class(little, thresholds) == "empty"
 
 
 @pytest.mark.parametrize("family", ["bloom", "llama", "gpt2"])

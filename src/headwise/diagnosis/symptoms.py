@@ -29,9 +29,11 @@ class Symptom:
 
 SYMPTOMS = (
     Symptom("sink", "sick", True, "does release, centre or evict bring it back?"),
+    # the most of the healthy heads that were seen: 0.11; pieces from the middle of a document begin
+    # with another token and halve the mass of a real one
     Symptom(
         "fixed sink",
-        "strongest_mass > 0.5 & strongest_position > 0.5",
+        "strongest_mass > 0.2 & strongest_position > 0.25",
         True,
         "the same, at the position where it looks",
     ),

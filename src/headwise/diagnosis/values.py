@@ -182,7 +182,8 @@ class Diagnosis:
         heads = self.symptoms.get("fixed sink", [])
         if position is None:
             return {}
-        return {head: round(position[rows.index(head.layer), head.index]) for head in heads}
+        means = {head: position[rows.index(head.layer), head.index] for head in heads}
+        return {head: max(1, round(mean - 0.01)) for head, mean in means.items()}  # 1.5 is 1
 
     def class_of(self, head: Head) -> HeadClass:
         """The class of one head."""
