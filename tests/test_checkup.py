@@ -21,7 +21,8 @@ from headwise.intervals import Interval
 from headwise.models.first_token import FirstToken
 from headwise.models.loaded_model import LoadedModel
 
-TEXTS = [f"{a} {b} {a}" for a in SENTENCES for b in SENTENCES]
+# eight: heads that can go are not looked for on so few
+TEXTS = [f"{a} {b} {a}" for a in SENTENCES for b in SENTENCES][:8]
 
 
 def small_model():

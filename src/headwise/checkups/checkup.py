@@ -28,6 +28,11 @@ from headwise.models.description import weight_fingerprint
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.values import ModelInfo
 from headwise.progress import Progress, silent, stage
+from headwise.pruning.prune import prune, search_work
+from headwise.pruning.search import deal_documents
+from headwise.pruning.settings import PruneSettings, SearchSettings, StreamSettings
+from headwise.pruning.stream import stream
+from headwise.pruning.values import Prune, Streaming
 from headwise.report.write import write_report
 from headwise.surgery.sink_directions import measure_directions
 from headwise.texts.batches import batches, encode_for
@@ -41,6 +46,13 @@ from headwise.values import to_plain
 DIAGNOSIS, TRIAGE, PAGE = "diagnosis.json", "triage.json", "report.html"
 _TRIAGE_SHARE = 0.5  # of the time that is left, where heads that can go are looked for too
 _FEWEST = 4  # heads that a triage is worth starting for
+# how thoroughly heads that can go are looked for: the first that fits the time is taken
+_SEARCHES = (
+    SearchSettings(curve=0),
+    SearchSettings(max_texts=48, exact=64, width=2, most=16, curve=0),
+    SearchSettings(max_texts=32, exact=32, width=1, most=8, curve=0),
+    SearchSettings(max_texts=24, exact=8, width=1, most=3, curve=0),
+)
 
 
 class _OutOfTime(Exception):
@@ -114,7 +126,8 @@ class _Work:
         answer = checkup_of(diagnosis, self.settings, self._identity())
         answer = replace(answer, stages=("diagnose",))
         answer.save(self.out / CHECKUP)
-        for name, look in (("triage", self._triage),):
+        stages = (("triage", self._triage), ("prune", self._prune), ("stream", self._stream))
+        for name, look in stages:
             try:
                 answer = look(answer, diagnosis, earlier)
             except _OutOfTime:
@@ -213,6 +226,91 @@ class _Work:
             f"changes the loss by {_told(gain)} nats per token"
         )
         return _worth(answer, Opportunity("repair", finding, _repair(answer.model), gain))
+
+    def _prune(self, answer: Checkup, diagnosis: Diagnosis, earlier: Checkup | None) -> Checkup:
+        """Which heads can go, as thoroughly as the time allows."""
+        folder, given = self.out / "prune", as_text_set(self.texts, self.loaded.id)
+        known = folder / "prune.json"
+        if earlier is not None and "prune" in earlier.stages and known.exists():
+            return self._pruned(answer, Prune.load(known))
+        units = diagnosis.model.num_layers * diagnosis.model.num_heads
+        for one in _SEARCHES:
+            search = replace(one, max_loss=self.settings.max_loss, seed=self.settings.seed)
+            length = self.settings.max_length
+            documents = deal_documents(self.loaded, given, None, search, max_length=length)
+            if search_work(documents, search, units).tokens < self.clock.tokens(0.9):
+                how = PruneSettings(search=search, max_length=length)
+                progress = self.clock.timed(self.progress)
+                found = prune(
+                    self.loaded, given, out=folder, settings=how, resume=True, progress=progress
+                )
+                return self._pruned(answer, found)
+        return _skipped(answer, "which heads can go (a longer --budget)")
+
+    def _pruned(self, answer: Checkup, found: Prune) -> Checkup:
+        answer, nested = replace(answer, stages=(*answer.stages, "prune")), found.nested
+        name, texts = answer.model.id, self._texts_argument()
+        if found.gain_heads:
+            gain = nested.cost(nested.lowest, "held_out") or nested.cost(
+                nested.lowest, "validation"
+            )
+            if gain is not None and gain.high < 0:
+                where = {"here": "on text like this", "costs elsewhere": "here, not elsewhere"}
+                told = f"without {', '.join(found.gain_heads)} the loss falls by {_told(gain)} nats"
+                told += f" {where.get(nested.gain, 'here and on other text')}"
+                command = f"headwise apply {name} {self.out}/prune/gain.safetensors --out better"
+                answer = _worth(answer, Opportunity("retire", told, command, gain))
+        if found.heads:
+            cost = nested.cost(nested.chosen, "held_out")
+            told = f"{len(found.heads)} of {nested.units} heads can go below "
+            told += f"{self.settings.max_loss:g} nats"
+            told += "" if cost is None else f"; on held-out text {_told(cost)}"
+            command = f"headwise prune {name}{texts} --out out/prune"
+            answer = _worth(answer, Opportunity("prune", told, command, cost))
+        return answer
+
+    def _stream(self, answer: Checkup, diagnosis: Diagnosis, earlier: Checkup | None) -> Checkup:
+        """Which key/value groups need only the first and the recent tokens."""
+        folder, how = self.out / "stream", StreamSettings()
+        known = folder / "stream.json"
+        if earlier is not None and "stream" in earlier.stages and known.exists():
+            return self._streamed(answer, Streaming.load(known))
+        length = self.loaded.length(how.max_length)
+        if length <= how.first + how.recent:
+            return answer  # every key is among the first and the recent ones
+        given = as_text_set(self.texts, self.loaded.id)
+        units = diagnosis.model.num_layers * diagnosis.model.num_kv_heads
+        for one in _SEARCHES[1:]:
+            search = replace(one, max_loss=self.settings.max_loss, seed=self.settings.seed)
+            asked = replace(how, search=search)
+            documents = deal_documents(
+                self.loaded, given, None, search, max_length=length, minimum=how.first + how.recent
+            )
+            if search_work(documents, search, units).tokens < self.clock.tokens(0.9):
+                progress = self.clock.timed(self.progress)
+                found = stream(
+                    self.loaded, given, out=folder, settings=asked, resume=True, progress=progress
+                )
+                return self._streamed(answer, found)
+        return _skipped(answer, "a shorter cache (headwise stream, or a longer --budget)")
+
+    def _streamed(self, answer: Checkup, found: Streaming) -> Checkup:
+        answer = replace(answer, stages=(*answer.stages, "stream"))
+        if not found.groups:
+            return answer
+        cost = found.nested.cost(found.nested.chosen, "held_out")
+        share = found.saved_bytes / max(found.full_bytes, 1)
+        told = f"{len(found.groups)} of {found.nested.units} key/value groups need only the first "
+        told += f"and recent tokens: {share:.0%} of the cache at {found.settings.context:,} tokens"
+        told += "" if cost is None else f"; loss {_told(cost)}"
+        texts = self._texts_argument()
+        command = f"headwise stream {answer.model.id}{texts} --out out/stream"
+        return _worth(answer, Opportunity("stream", told, command, cost))
+
+    def _texts_argument(self) -> str:
+        return (
+            "" if self.texts is None else f" --texts {self.texts.name.replace(', ', ' --texts ')}"
+        )
 
 
 def _skipped(answer: Checkup, what: str) -> Checkup:
