@@ -18,6 +18,7 @@ from headwise.diagnosis.settings import Thresholds
 from headwise.diagnosis.values import Pooled, Profile, SinkRate, diagnosis_from
 from headwise.heads import Head, all_heads
 from headwise.intervals import Interval, mean_interval
+from headwise.keywords import keywords_of
 from headwise.models.values import ModelInfo
 from headwise.plasticity.settings import PlasticitySettings
 from headwise.plasticity.values import (
@@ -270,7 +271,7 @@ def build_study(out: Path, *, seeds=(0, 1), arms=ARMS) -> Path:
 def build_run(folder: Path, study: Study, arm, seed: int, before: Evaluation) -> None:
     """One run as `headwise study` leaves it, without the weights."""
     stock = before.diagnosis
-    plan = make_plan(stock, **(arm.plan or study.plan).model_dump())
+    plan = make_plan(stock, **keywords_of(arm.plan or study.plan))
     change, cost, steps = EFFECTS[arm.name]
     rng = np.random.default_rng([seed, len(arm.name)])
     targets = plan.target_heads

@@ -24,7 +24,8 @@ from headwise.models.values import model_name
 from headwise.report import write as report
 from headwise.report.effect import Effect
 from headwise.report.figures import panels
-from headwise.report.page import visible
+from headwise.report.page import as_symbols
+from headwise.report.paper.figures import published_figures
 from headwise.report.payload import page_payload
 from headwise.report.recovered import Recovered
 from headwise.report.source import read_source, stock_of
@@ -254,7 +255,7 @@ def test_the_page_is_self_contained_and_escapes_every_text(study, tmp_path, no_f
 
 
 def test_control_characters_become_symbols():
-    assert visible("a\x00b\n\x1b\x7f") == "a\u2400b\n\u241b\u2421"
+    assert as_symbols("a\x00b\n\x1b\x7f") == "a\u2400b\n\u241b\u2421"
 
 
 def test_the_same_artefacts_give_the_same_bytes(study, tmp_path, no_figures):
@@ -329,7 +330,7 @@ def test_values_are_shown_in_a_line_that_a_person_can_read(tmp_path, monkeypatch
 
 
 def test_the_published_figures_are_shown_again_from_the_digitised_data(tmp_path):
-    written = report.published_figures(tmp_path)
+    written = published_figures(tmp_path)
     assert len([path for path in written if path.suffix == ".png"]) == 7
     histogram = (tmp_path / "figure1_histogram.svg").read_text()
     assert "139 sick" in histogram

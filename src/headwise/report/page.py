@@ -66,7 +66,7 @@ def render_page(
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "visible": visible,
+        "visible": as_symbols,
         "base64": lambda raw: base64.b64encode(raw).decode(),
     }
     asked = source.completions
@@ -154,7 +154,7 @@ def _completion_table(completions: Completions, names: Sequence[str]) -> Table:
     return table("Measures of the completions", columns, rows, key="completions")
 
 
-def visible(text: str) -> str:
+def as_symbols(text: str) -> str:
     """Control characters as symbols: they have no place in HTML and would be lost."""
     shown = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
     return text.translate({**shown, 0x7F: 0x2421})

@@ -22,7 +22,7 @@ from headwise.report.tables import TABLES
 from headwise.report.verdict import judge
 from headwise.tables import Table
 
-__all__ = ["published_figures", "report_tables", "write_report"]
+__all__ = ["report_tables", "write_report"]
 
 
 def write_report(
@@ -59,13 +59,6 @@ def report_tables(source: Source, *, paper: bool) -> list[Table]:
         replace(t, key=f"table{n:02d}_{t.key}", title=f"Table {n}: {t.title}")
         for n, t in enumerate(kept, 1)
     ]
-
-
-def published_figures(out: Path) -> list[Path]:
-    """The published figures again, from the digitised data alone."""
-    from headwise.report.paper.figures import published_figures as draw
-
-    return draw(out)
 
 
 def _draw(source: Source, folder: Path, paper: bool) -> list[Picture]:

@@ -128,7 +128,7 @@ def triage_heads(
     chosen, heads = settings or TriageSettings(), plan.target_heads
     interventions = _interventions(model, encoded, plan, chosen, directions)
     staged = _measured(model, encoded, heads, interventions, chosen.thresholds, progress)
-    judged = judge(heads, [kind.name for kind in interventions], staged, chosen.thresholds)
+    judged = triage_classes(heads, [kind.name for kind in interventions], staged, chosen.thresholds)
     return {str(head): row for head, row in zip(heads, judged, strict=True)}, staged
 
 
@@ -278,14 +278,14 @@ def _measured(
         return head_costs(model, some, wanted, interventions, progress=progress)
 
     def undecided(staged: Staged) -> Bool[np.ndarray, "row"]:
-        judged = judge(heads, kinds, staged, thresholds)
+        judged = triage_classes(heads, kinds, staged, thresholds)
         return np.array([not is_decided(found, thresholds) for found in judged])
 
     looks = looks_at(len(encoded))
     return in_stages(looks, tokens, (len(heads), len(kinds)), measure, undecided)
 
 
-def judge(
+def triage_classes(
     heads: Sequence[Head],
     kinds: Sequence[str],
     staged: Staged,

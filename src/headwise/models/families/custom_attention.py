@@ -29,7 +29,7 @@ def _through(output: Any) -> Callable[[Tensor], tuple[Tensor, None]]:
     return lambda merged: (output(merged), None)
 
 
-def alibi_slopes(model: PreTrainedModel) -> Tensor:
+def built_slopes(model: PreTrainedModel) -> Tensor:
     """BLOOM's and Falcon's slopes as executed, from the function that both have under one name.
 
     Falcon's are rounded to bfloat16.

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headwise.models.families.custom_attention import (
-    alibi_slopes,
     bloom_call,
+    built_slopes,
     falcon_call,
     gpt_neo_call,
     gptj_call,
@@ -91,7 +91,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         layers="transformer.h",
         attention="self_attention",
         positions="alibi",
-        slopes=alibi_slopes,
+        slopes=built_slopes,
         attention_call=bloom_call,
         layer_returns_tuple=True,
         takes_position_ids=False,
@@ -111,7 +111,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         layers="transformer.h",
         attention="self_attention",
         alibi_if="alibi",
-        slopes=alibi_slopes,
+        slopes=built_slopes,
         attention_call=falcon_call,
         layer_returns_tuple=True,
     ),
