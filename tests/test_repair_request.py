@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 import yaml
 from typer.testing import CliRunner
 
@@ -16,7 +17,7 @@ from headwise.cli import app
 from headwise.diagnosis.diagnose import diagnose
 from headwise.diagnosis.settings import Thresholds
 from headwise.diagnosis.symptoms import Symptom
-from headwise.errors import ArtefactError, SelectionError
+from headwise.errors import ArtefactError, SelectionError, SettingsError
 from headwise.heads import Head
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.loading import load_model
@@ -28,6 +29,7 @@ from headwise.studies.study import load_study
 from headwise.surgery.fitting import fit_request
 from headwise.surgery.plan import SurgeryPlan, make_plan, plans_of
 from headwise.surgery.plan_settings import MODES, TREATED
+from headwise.surgery.recipe import RECIPES, recipe_and_changes
 from headwise.surgery.settings import TRAINED, RepairRequest
 from headwise.surgery.values import RunSettings
 from headwise.texts.corpus import build_corpus
@@ -331,3 +333,55 @@ def test_a_run_keeps_which_heads_its_diagnosis_found_sick_and_on_which_texts(loa
     assert RunSettings.load(done.out).plan.diagnosed == plan.diagnosed
     patch = Patch.load(done.out / "patch.safetensors")
     assert plans_of([patch.info])[0].sick == plan.sick
+
+
+def fitted(changes=None, recipe=None, texts=None):
+    """The recipe that a request means for a stranger's model, and its number of training blocks."""
+    loaded = LoadedModel("stranger", tiny_language_model("llama"), tiny_tokenizer())
+    request = RepairRequest(plan=plan_for(loaded.model), recipe=recipe, changes=changes or {})
+    made, corpus = fit_request(loaded, request, texts or small_texts(400))
+    return made, len(corpus.train)
+
+
+def test_a_batch_and_a_block_mean_what_they_say():
+    recipe, _ = fitted({"batch_size": 4, "block": 64})
+    assert recipe.batch_tokens == 4 * 64
+    recipe, _ = fitted({"batch_size": 4, "block": 64, "tokens_per_step": 1024})
+    assert (recipe.batch_size, recipe.accumulation, recipe.batch_tokens) == (4, 4, 1024)
+    assert fitted({"tokens_per_step": 512})[0].batch_tokens == 512
+
+
+def test_epochs_are_counted_in_steps_of_this_corpus():
+    recipe, blocks = fitted(
+        {"epochs": 2, "batch_size": 4, "block": 64, "checkpoint_every": "epoch"}
+    )
+    assert recipe.steps == round(2 * blocks / 4)
+    assert recipe.checkpoint_every == round(blocks / 4)
+    with pytest.raises(SettingsError, match="both steps and epochs"):
+        fitted({"epochs": 2, "steps": 5})
+
+
+def test_a_recipe_file_keeps_the_fitted_values_that_it_does_not_name(tmp_path):
+    (tmp_path / "mine.yaml").write_text("steps: 7\ncheckpoint_layers: true\n")
+    recipe, changes = recipe_and_changes(str(tmp_path / "mine.yaml"))
+    plain, _ = fitted()
+    mine, _ = fitted(changes, recipe)
+    assert (mine.name, mine.steps, mine.checkpoint_layers) == ("mine", 7, True)
+    for name in ("lr", "block", "batch_size", "accumulation", "clip", "map_every"):
+        assert getattr(mine, name) == getattr(plain, name)
+    (tmp_path / "based.yaml").write_text("base: patient\nsteps: 7\n")
+    recipe, changes = recipe_and_changes(str(tmp_path / "based.yaml"))
+    assert recipe == RECIPES["patient"].with_changes(name="based", steps=7)
+    assert changes == {}
+
+
+def test_every_checkpoint_that_was_asked_for_is_kept_and_the_patch_is_the_same(tmp_path):
+    loaded = LoadedModel("stranger", tiny_language_model("llama"), tiny_tokenizer())
+    options = {"plan": plan_for(loaded.model), "corpus": small_texts(), "recipe": TINY_RECIPE}
+    plain = repair(loaded, **options, out=tmp_path / "plain")
+    kept = repair(loaded, **options, out=tmp_path / "kept", changes={"checkpoint_every": 1})
+    names = sorted(path.stem for path in (kept.out / "checkpoints").glob("step-*"))
+    assert names == [f"step-{step:07d}" for step in range(1, 7)]
+    assert len(list((plain.out / "checkpoints").glob("step-*"))) == TINY_RECIPE.keep
+    for name, part in plain.patch.slices.items():
+        assert torch.equal(kept.patch.slices[name].after, part.after)

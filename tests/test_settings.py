@@ -30,6 +30,7 @@ TERMINAL = {
     "model",
     "texts",
     "lines",
+    "limit",
     "out",
     "quiet",
     "yes",

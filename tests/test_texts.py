@@ -9,8 +9,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from headwise.errors import TextError
+from headwise.errors import SettingsError, TextError
 from headwise.texts.batches import batches, encode_texts
+from headwise.texts.settings import TextSettings
 from headwise.texts.text_sets import TextSet, bundled_texts, default_texts, read_texts
 
 
@@ -132,3 +133,11 @@ def test_batches_hold_every_token_once_longest_first():
             assert not batch.ids[row, length:].any()
     assert widths == [7, 5, 2]
     assert [seen[i] for i in range(5)] == encoded
+
+
+def test_a_limit_reads_the_first_texts_and_needs_texts(tmp_path):
+    (tmp_path / "some.txt").write_text("one line\ntwo lines\nthree lines\n")
+    settings = TextSettings((str(tmp_path / "some.txt"),), lines=True, limit=2)
+    assert settings.read().texts == ("one line", "two lines")
+    with pytest.raises(SettingsError, match="--limit without --texts"):
+        TextSettings(limit=2).read()

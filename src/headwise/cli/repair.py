@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from annotated_types import Ge
 from typing_extensions import Doc
 
 from headwise.cli.app import resumable
@@ -15,7 +16,7 @@ from headwise.cli.verbs import verb
 from headwise.keywords import ChangesOf, keywords_of
 from headwise.models.settings import LoadSettings
 from headwise.surgery.plan_settings import RepairSettings
-from headwise.surgery.recipe import Recipe, recipe_named
+from headwise.surgery.recipe import Recipe, recipe_and_changes
 
 if TYPE_CHECKING:
     from headwise.surgery.plan import SurgeryPlan
@@ -32,6 +33,7 @@ class RepairFiles:
     also: Annotated[Sequence[str], Doc("Other text that auto is judged on too.")] = ()
     recipe: Annotated[str | None, Doc("A bundled recipe or a .yaml file.")] = None
     lines: Annotated[bool, Doc("In .txt files every line is a text.")] = False
+    limit: Annotated[int | None, Doc("Train on the first so many texts."), Ge(1)] = None
 
 
 @verb(
@@ -60,9 +62,10 @@ def repair_verb(
     RepairRequest(plan=plan, **keywords_of(settings)).require_plan()
     lines = files.lines
     corpus = read_texts(files.corpus, lines=lines) if files.corpus else default_corpus(model)
+    corpus = corpus.first(files.limit)
     keep = read_texts(files.keep, lines=lines) if files.keep else None
     also = read_texts(files.also, lines=lines) if files.also else None
-    recipe = recipe_named(files.recipe) if files.recipe else None
+    recipe, own = recipe_and_changes(files.recipe)
     from headwise.therapy.repair import repair
 
     loaded = load_reader(model, loading)
@@ -76,7 +79,7 @@ def repair_verb(
             **keywords_of(settings),
             keep=keep,
             also=also,
-            changes=changes,
+            changes={**own, **changes},
             bos=loading.bos,
             resume=to.resume,
             budget=budget(to.yes),

@@ -54,6 +54,10 @@ def _html_cell(maps: Mapping[str, np.ndarray], row: int, head: Head, label: str)
     )
 
 
+# In stock and after its surgery, by the same rule; attention alone was trained, so it cannot move.
+PAPER_DORMANCY = 0.0875
+
+
 def diagnosis_table(diagnosis: Diagnosis) -> Table:
     """The counts and what they depend on."""
     counts, sweep = diagnosis.counts, diagnosis.threshold_sweep
@@ -70,7 +74,10 @@ def diagnosis_table(diagnosis: Diagnosis) -> Table:
         rate = diagnosis.sink_rate
         rows.append((f"Gu's sink rate (mass > {rate.epsilon})", f"{rate.value:.1%}"))
     if diagnosis.mlp_dormancy:
-        rows.append(("dormant MLP neurons", f"{diagnosis.mlp_dormancy.share:.2%}"))
+        share = f"{diagnosis.mlp_dormancy.share:.2%}"
+        if diagnosis.model.model_type == "bloom":
+            share += f" ({PAPER_DORMANCY:.2%} in the paper's BLOOM-1b7)"
+        rows.append(("dormant MLP neurons", share))
     return table(diagnosis.model.short_name, ("heads", "count"), rows)
 
 

@@ -15,7 +15,7 @@ from headwise.models.patient import PATIENTS, patient_texts
 from headwise.settings import read_yaml, validated
 from headwise.surgery.plan import SurgeryPlan
 from headwise.surgery.plan_settings import Mode, PlanSettings
-from headwise.surgery.recipe import Recipe, default_recipe, recipe_named
+from headwise.surgery.recipe import Recipe, default_recipe, recipe_and_changes
 from headwise.surgery.settings import RepairRequest
 from headwise.texts.text_sets import TextSet, default_corpus, default_texts, read_texts
 
@@ -65,13 +65,14 @@ class Study(_Strict):
 
     def request(self, arm: StudyArm, seed: int, plan: SurgeryPlan | None = None) -> RepairRequest:
         """What one run of an arm asks of `repair`; a contradiction is refused."""
+        recipe, own = recipe_and_changes(self.recipe)
         return RepairRequest(
             plan=plan,
             mode=arm.mode,
             treatment=arm.treatment,
             dose=arm.dose,
-            recipe=recipe_named(self.recipe) if self.recipe else None,
-            changes={**self.changes, **arm.recipe},
+            recipe=recipe,
+            changes={**own, **self.changes, **arm.recipe},
             seed=seed,
         )
 

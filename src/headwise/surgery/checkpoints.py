@@ -47,8 +47,14 @@ def save_checkpoint(job: Job, state: RunState, optimizer: torch.optim.Optimizer)
     path = own_folder(job.out / CHECKPOINTS) / f"step-{state.step:07d}.safetensors"
     write_safetensors(path, tensors, metadata)
     if is_first():
+        every = job.run.recipe.checkpoint_every
         for old in kept_checkpoints(job.out)[: -job.run.recipe.keep]:
-            old.unlink()
+            if not isinstance(every, int) or _step_of(old) % every:
+                old.unlink()
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.stem.removeprefix("step-"))
 
 
 def fresh_state(job: Job) -> RunState:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedModel
 
+from headwise.errors import SettingsError
 from headwise.intervals import FEWEST
 from headwise.models.architectures import max_positions
 from headwise.models.loaded_model import LoadedModel
@@ -13,6 +14,8 @@ from headwise.models.rope import length_class
 from headwise.settings import changed
 from headwise.surgery.recipe import (
     Recipe,
+    count_epochs,
+    fill_step,
     fit_corpus,
     fit_positions,
     fitted_recipe,
@@ -33,7 +36,14 @@ def first_recipe(name: str, model: PreTrainedModel, request: RepairRequest) -> R
     start = _given(name, request) or fitted_recipe(
         width, positions, model.num_parameters(), request.treatment
     )
-    return fit_positions(changed(start, **request.changes), positions)
+    return fill_step(fit_positions(_changed(name, start, request), positions))
+
+
+def _changed(name: str, recipe: Recipe, request: RepairRequest) -> Recipe:
+    """The changes on top; a batch that was asked for is a whole step of a fitted recipe."""
+    recipe = changed(recipe, **request.changes)
+    whole = "batch_size" in request.changes and "accumulation" not in request.changes
+    return changed(recipe, accumulation=1) if whole and not _given(name, request) else recipe
 
 
 def _given(name: str, request: RepairRequest) -> Recipe | None:
@@ -53,6 +63,8 @@ def fit_request(
 
     With `judged` a small corpus gives up to half of its documents for a verdict.
     """
+    if {"steps", "epochs"} <= set(request.changes):
+        raise SettingsError("both steps and epochs are given", fix="say how long in one of them")
     recipe = first_recipe(loaded.id, loaded.model, request)
     fitted = _given(loaded.id, request) is None
     # a fitted batch follows from the tokens, so the corpus need not fill the one of the start
@@ -66,6 +78,7 @@ def fit_request(
     if fitted:
         recipe = changed(fit_corpus(recipe, blocks.info.train_tokens), **request.changes)
         recipe = fit_positions(recipe, loaded.max_positions)
+    recipe = count_epochs(recipe, len(blocks.train))
     return (recipe if request.mode in TRAINED else changed(recipe, steps=0)), blocks
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import Doc
@@ -32,6 +32,9 @@ class Recipe(BaseModel):
 
     name: str = "custom"
     steps: Annotated[int, Doc("Optimizer steps.")] = Field(default=400, ge=0, le=MOST_STEPS)
+    epochs: Annotated[float | None, Doc("Passes over the corpus, instead of --steps.")] = Field(
+        default=None, gt=0, le=MOST_STEPS
+    )
     lr: Annotated[float, Doc("Peak learning rate.")] = Field(default=5e-5, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     warmup: int = Field(default=100, ge=0, le=MOST_STEPS)  # at most a quarter of the steps
@@ -39,15 +42,24 @@ class Recipe(BaseModel):
         default=1, ge=1, le=MOST_STEPS
     )
     accumulation: int = Field(default=8, ge=1, le=MOST_STEPS)  # forward passes a step
+    tokens_per_step: Annotated[
+        int | None, Doc("Tokens a step, in as many forward passes as that takes.")
+    ] = Field(default=None, ge=8, le=MOST_STEPS)
     clip: float = Field(default=1.0, gt=0)
     block: Annotated[int, Doc("Tokens a training block.")] = Field(default=512, ge=8, le=MOST_STEPS)
     checkpoint_layers: bool | Literal["auto"] = "auto"  # recompute activations, to save memory
     cache_prefix: bool | Literal["auto"] = "auto"  # keep the frozen layers' outputs on disk
     validate_every: int = Field(default=50, ge=1)
-    validation_blocks: int = Field(default=32, ge=0)  # 0: no validation, no early stopping
+    validation_blocks: Annotated[
+        int, Doc("Blocks of validation text; 0: no validation, no early stopping.")
+    ] = Field(default=32, ge=0)
     patience: int = Field(default=6, ge=1)  # validations without a better loss before stopping
     save_every: int = Field(default=50, ge=1)
     keep: int = Field(default=2, ge=1)  # checkpoints kept besides the best
+    checkpoint_every: Annotated[
+        Annotated[int, Field(ge=1)] | Literal["epoch"] | None,
+        Doc("Keep all checkpoints of every N-th step, or of each `epoch`."),
+    ] = None
     hold_weight: float = Field(default=1.0, ge=0)  # of KL to stock, if there is text to keep
     hold_blocks: int = Field(default=4, ge=1)  # blocks of that text a step
     map_every: int = Field(default=10, ge=1)  # steps between head maps
@@ -98,6 +110,20 @@ def _base_of(name: str, base: object, seen: tuple[str, ...]) -> dict[str, object
             fix=f"name one of {', '.join(RECIPES)}, or another .yaml file",
         )
     return _recipe(base, (*seen, name)).model_dump()
+
+
+def recipe_and_changes(name: str | None) -> tuple[Recipe | None, dict[str, Any]]:
+    """What `--recipe NAME` means: a whole recipe, or changes to the one that fits.
+
+    A YAML file without a `base` names some values; those that it does not name stay fitted.
+    """
+    if name is None:
+        return None, {}
+    recipe = recipe_named(name)
+    body = {} if name in RECIPES else read_yaml(Path(name))
+    if name in RECIPES or "base" in body:
+        return recipe, {}
+    return None, {"name": recipe.name, **body}
 
 
 def recipe_named(name: str) -> Recipe:
@@ -172,6 +198,25 @@ def fit_corpus(recipe: Recipe, tokens: int) -> Recipe:
     return changed(
         fitted, steps=steps, warmup=min(recipe.warmup, steps // 10), validate_every=every
     )
+
+
+def fill_step(recipe: Recipe) -> Recipe:
+    """The recipe with as many forward passes a step as its `tokens_per_step` takes."""
+    if recipe.tokens_per_step is None:
+        return recipe
+    blocks = max(1, round(recipe.tokens_per_step / recipe.block))
+    batch = min(recipe.batch_size, blocks)
+    return changed(recipe, batch_size=batch, accumulation=max(1, round(blocks / batch)))
+
+
+def count_epochs(recipe: Recipe, blocks: int) -> Recipe:
+    """The recipe with what it counts in epochs counted in steps; an epoch has so many blocks."""
+    a_step = recipe.batch_size * recipe.accumulation
+    if recipe.epochs is not None:
+        recipe = changed(recipe, steps=max(1, round(recipe.epochs * blocks / a_step)))
+    if recipe.checkpoint_every == "epoch":
+        recipe = changed(recipe, checkpoint_every=max(1, round(blocks / a_step)))
+    return recipe
 
 
 def treatment_recipe(width: int, positions: int | None) -> Recipe:

@@ -23,7 +23,8 @@ class RepairRequest(RepairSettings):
 
     plan: SurgeryPlan | None = field(default=None, repr=False)  # None: auto looks for ill heads
     recipe: Recipe | None = field(default=None, repr=False)  # None: fitted to model and corpus
-    changes: Mapping[str, float] = field(default_factory=dict)  # to the recipe, applied last
+    # to the recipe, applied last
+    changes: Mapping[str, float | bool | str] = field(default_factory=dict)
     keep: TextInfo | None = None  # text on which the model is held to what stock says
     also: TextInfo | None = (
         None  # other text that auto's patch is judged on; None: keep, or bundled

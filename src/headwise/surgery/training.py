@@ -100,7 +100,9 @@ def _train(job: Job, resume: bool, progress: Progress, asked: list[int]) -> RunS
         _record(job, state, row)
         if anyone(bool(asked)):
             asked.append(signal.SIGINT)
-        if asked or state.step % recipe.save_every == 0:
+        every = (recipe.save_every, recipe.checkpoint_every)
+        due = any(isinstance(n, int) and state.step % n == 0 for n in every)
+        if asked or due:
             save_checkpoint(job, state, optimizer)
         if asked:
             raise KeyboardInterrupt

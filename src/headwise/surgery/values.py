@@ -85,7 +85,8 @@ class RunSettings:
     @property
     def decisive(self) -> dict[str, object]:
         """What must be the same in a run that goes on."""
-        recipe = self.recipe.model_dump(mode="json")
+        # what a recipe leaves unsaid was no key before it could be said
+        recipe = self.recipe.model_dump(mode="json", exclude_none=True)
         # `auto` was False before it existed, and the identity of a run shall not change with it
         recipe |= {key: False for key in _CHOSEN if recipe[key] == "auto"}
         return {

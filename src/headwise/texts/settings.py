@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
+from annotated_types import Ge
 from typing_extensions import Doc
+
+from headwise.errors import SettingsError
 
 if TYPE_CHECKING:
     from headwise.texts.text_sets import TextSet
@@ -20,9 +23,14 @@ class TextSettings:
         Sequence[str], Doc("Text files, folders or a hub dataset; default: a bundled set.")
     ] = ()
     lines: Annotated[bool, Doc("In .txt files every line is a text.")] = False
+    limit: Annotated[int | None, Doc("Read the first so many of --texts."), Ge(1)] = None
 
     def read(self) -> TextSet | None:
         """The texts that are named, if any."""
         from headwise.texts.text_sets import read_texts
 
-        return read_texts(self.texts, lines=self.lines) if self.texts else None
+        if not self.texts:
+            if self.limit is not None:
+                raise SettingsError("--limit without --texts", fix="name the texts too")
+            return None
+        return read_texts(self.texts, lines=self.lines).first(self.limit)

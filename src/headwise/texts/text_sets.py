@@ -35,6 +35,10 @@ class TextSet:
         """Hash of the texts in order."""
         return content_hash(self.texts)
 
+    def first(self, count: int | None) -> TextSet:
+        """Its first texts; all without a count."""
+        return self if count is None else TextSet(self.name, self.texts[:count])
+
     def describe(self, tokens: int | None = None) -> TextInfo:
         """The `texts` entry of an artefact."""
         return TextInfo(self.name, len(self.texts), self.sha256, tokens)
