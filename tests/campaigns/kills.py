@@ -34,6 +34,7 @@ PATIENCE = 300  # seconds after which a run counts as hung
 # a study loads models, plasticity starts interpreters: several times the cost of the others
 ROUNDS = {"study": 10, "plasticity": 5, "repair --treatment auto": 12}
 FAULTS = ("SIGTERM", "full disk", "two writers", "read-only folder", "a file for a folder")
+FAULTS += ("a linked lock", "a stranger's files")
 
 
 def _study(out, *, folder, resume=False):
@@ -185,6 +186,10 @@ def _disturb(tally, name, work, out, whole, fault, chance):
     expected, seconds = whole
     if fault == "two writers":
         return _two_writers(tally, name, work, out, expected)
+    if fault == "a linked lock":
+        return _linked_lock(tally, name, work, out)
+    if fault == "a stranger's files":
+        return _strangers_files(tally, name, work, out, expected)
     if fault == "a file for a folder":
         return _told(tally, fault, work, _file_at(out))
     if fault == "read-only folder":
@@ -218,6 +223,37 @@ def _told(tally, fault, work, out, before=None):
     if code != 1:
         return tally.fails(fault, f"ended with {code}, not with a word")
     return tally.survives(fault, "told")
+
+
+def _linked_lock(tally, name, work, out):
+    """A lock that is a link to somebody's file: the run is refused or not, the file is untouched."""
+    precious = out.parent / "precious.txt"
+    precious.write_text("do not touch")
+    out.mkdir()
+    (out / ".lock").symlink_to(precious)
+    code = wait(start(work, out, resume=False))
+    if code not in (0, 1) or precious.read_text() != "do not touch":
+        return tally.fails("a linked lock", f"{name} ended with {code}: {precious.read_text()!r}")
+    shutil.rmtree(out)
+    return tally.survives("a linked lock", "the file behind it is untouched")
+
+
+def _strangers_files(tally, name, work, out, expected):
+    """Files that look like leftovers of ours but are not stay through a whole run."""
+    out.mkdir()
+    foreign = [out / f".mine{TEMPORARY}", out / "notes" / "mine.txt", out / "prefix" / "mine.txt"]
+    for path in foreign:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    code = wait(start(work, out, resume=False))
+    kept = [path for path in foreign if path.exists() and path.read_text() == "mine"]
+    if code not in (0, 1) or kept != foreign:
+        gone = sorted(
+            {str(p.relative_to(out)) for p in foreign} - {str(p.relative_to(out)) for p in kept}
+        )
+        return tally.fails("a stranger's files", f"{name} ended with {code}, gone: {gone}")
+    shutil.rmtree(out)
+    return tally.survives("a stranger's files", "none was touched")
 
 
 def _two_writers(tally, name, work, out, expected):
