@@ -226,7 +226,7 @@ def _told(tally, fault, work, out, before=None):
 
 
 def _linked_lock(tally, name, work, out):
-    """A lock that is a link to somebody's file: the run is refused or not, the file is untouched."""
+    """A lock that is a link to somebody's file: refused or not, the file is untouched."""
     precious = out.parent / "precious.txt"
     precious.write_text("do not touch")
     out.mkdir()
@@ -248,9 +248,7 @@ def _strangers_files(tally, name, work, out, expected):
     code = wait(start(work, out, resume=False))
     kept = [path for path in foreign if path.exists() and path.read_text() == "mine"]
     if code not in (0, 1) or kept != foreign:
-        gone = sorted(
-            {str(p.relative_to(out)) for p in foreign} - {str(p.relative_to(out)) for p in kept}
-        )
+        gone = [str(path.relative_to(out)) for path in foreign if path not in kept]
         return tally.fails("a stranger's files", f"{name} ended with {code}, gone: {gone}")
     shutil.rmtree(out)
     return tally.survives("a stranger's files", "none was touched")
