@@ -1,4 +1,4 @@
-"""The README's story, word for word, on models that headwise has never seen."""
+"""The story of docs/story.md, word for word, on models that headwise has never seen."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from headwise.cli import app
 from planned import small_texts
 from reader import gpt2, saved
-from test_docs import README, SMALLER, blocks, commands
+from test_docs import SMALLER, STORY, blocks, commands
 
 EXTRA = {
     **SMALLER,
@@ -36,7 +36,7 @@ def sick_gpt2():
 
 
 def story(model):
-    [text] = [text for text in blocks(README, "sh") if "headwise diagnose" in text]
+    [text] = blocks(STORY, "sh")
     for words in commands(text):
         words = [{"MODEL": str(model), "my_texts/": "train.jsonl"}.get(w, w) for w in words]
         if words[:2] in (["study", "controls"], ["report", "out/controls"]):
