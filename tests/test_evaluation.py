@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from conftest import SENTENCES, tiny_language_model, tiny_model, tiny_tokenizer
-from headwise.diagnosis.values import Diagnosis
+from headwise.diagnosis.values import Diagnosis, Thresholds, diagnosis_from
 from headwise.errors import ArtefactError, TextError
 from headwise.forward.first_order import first_order_costs, first_order_importance
 from headwise.forward.hooked_pass import HookedPass, shared_batches
@@ -324,7 +324,7 @@ def recovered(label, low, documents=8, stock="sink"):
     ("label", "low", "functional"),
     [
         ("healthy", 0.001, True),
-        ("low_entropy", 0.001, True),
+        ("low_entropy", 0.001, False),  # not sick, but ill
         ("healthy", -0.001, False),  # it may be worth nothing
         ("healthy", 0.0, False),
         ("sink", 0.5, False),  # useful, but sick
@@ -372,6 +372,30 @@ def test_a_head_that_was_never_sick_cannot_recover(label, outcome):
     assert (found.was_sick, found.judged, found.functional) == (0, 0, 0)
     assert found.heads["L0H1"].outcome == outcome
     assert found.harmed == int(outcome == "harmed")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "outcome"),
+    [
+        (0.4, 0.1, "recovered"),  # drowsy in stock: ill, though not sick
+        (0.4, 0.35, "still ill"),
+        (0.9, 0.4, "still ill"),  # not sick any more, but drowsy
+        (0.1, 0.4, "harmed"),
+        (0.1, 0.1, "unchanged"),
+    ],
+)
+def test_recovery_asks_for_any_symptom_not_for_mass_above_a_half(before, after, outcome):
+    def diagnosed(mass):
+        maps = {"first_token_mass": np.array([[0.1, mass]])}
+        return diagnosis_from(model=made_model(1, 2), maps=maps, thresholds=Thresholds())
+
+    costs = HeadCosts(8, {"L0H1": HeadCost(0.2, 0.1, 0.3, ("L0H1",))}, {})
+    found = recovery_of(diagnosed(before), diagnosed(after), costs, [Head(0, 1)])
+    row = found.heads["L0H1"]
+    assert row.outcome == outcome
+    assert found.functional == (outcome == "recovered")
+    assert (row.was_sick, row.sick) == (before > 0.5, after > 0.5)
+    assert (row.was_ill, row.ill) == (before > 0.3, after > 0.3)
 
 
 def test_activation_dormancy_equals_the_naive_count(model):
@@ -523,7 +547,7 @@ def counted_passes(model, work):
 def test_losses_diagnosis_means_and_dormancy_share_one_pass_of_every_text(
     tokenizer, monkeypatch, more
 ):
-    """Of 29 passes on twelve texts 18 are left: four measurements ran three batches each."""
+    """Of 29 passes on twelve texts 18 are left, and the induction probe of the roles is one."""
     model, read = tiny_language_model("bloom"), []
     sets = [small_texts(12), TextSet("more", small_texts(12 + more).texts[8:])]
     token_ids = batches_module.token_ids
@@ -539,8 +563,8 @@ def test_losses_diagnosis_means_and_dormancy_share_one_pass_of_every_text(
             model, tokenizer, sets, heads="none", max_length=32, batch_size=4, bos=False
         ),
     )
-    guard, batches_of_judged, sample, gradients = 2, 3, 1, 12
-    assert passes == guard + batches_of_judged + more // 4 + sample + gradients
+    guard, batches_of_judged, sample, gradients, probe = 2, 3, 1, 12, 1
+    assert passes == guard + batches_of_judged + more // 4 + sample + gradients + probe
     assert sorted(read) == sorted(small_texts(12 + more).texts)  # each text is tokenised once
 
 

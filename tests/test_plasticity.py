@@ -673,3 +673,26 @@ def test_figures_are_drawn(tmp_path, small):
     summary = tmp_path / "out" / "plasticity.json"
     figure = plot_before_and_after(summary, summary)
     assert len(figure.axes) == 6  # two maps and their difference, each with its bar
+
+
+def test_plasticity_is_drawn_from_0_to_1_for_captured_heads_under_the_models_own_name(
+    tmp_path, small
+):
+    from dataclasses import replace
+
+    from headwise.plasticity.figures import plasticity_figures, plot_buckets, plot_heads
+    from headwise.plasticity.tables import head_map
+
+    result = measure_plasticity(small, out=tmp_path / "out")
+    (image,) = plot_buckets(result.heads, "m").axes[0].images
+    assert image.get_clim() == (0, 1)  # 0.6325 to 0.6538 is one colour
+    some = [head for head in result.heads if head.q_head]
+    assert len(some) < len(result.heads)
+    axes = plot_heads(head_map(some, "ap_overall"), "m").axes[0]
+    assert axes.images[0].get_array().shape[1] == len({head.q_head for head in some})
+    assert axes.get_xticklabels()[0].get_text() == str(min(head.q_head for head in some))
+    named = replace(result, model="/a/long/way/to/tiny-one")
+    svg = [path for path in plasticity_figures(named, tmp_path / "f") if path.suffix == ".svg"]
+    for path in svg:
+        assert "tiny-one" in path.read_text()
+        assert "/a/long" not in path.read_text()

@@ -14,22 +14,28 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from conftest import SENTENCES, tiny_language_model, tiny_tokenizer
 from filmed import film_in
 from headwise.alarms import Alarm
+from headwise.diagnosis.diagnose import diagnose
+from headwise.diagnosis.figures import survey_panels
 from headwise.diagnosis.survey import survey as survey_of
 from headwise.drawing import count_axis, draw_masses
 from headwise.errors import ArtefactError, HeadwiseError
 from headwise.intervals import Interval
+from headwise.models.loaded_model import LoadedModel
 from headwise.models.values import model_name
+from headwise.proof.values import Evaluation
 from headwise.report import write as report
+from headwise.report.drift import moved_untouched
 from headwise.report.effect import Effect
-from headwise.report.figures import panels
+from headwise.report.figures import cascade_counts, panels
 from headwise.report.page import as_symbols
 from headwise.report.paper.figures import published_figures
 from headwise.report.payload import page_payload
 from headwise.report.recovered import Recovered
-from headwise.report.source import read_source, stock_of
-from headwise.report.verdict import judge
+from headwise.report.source import MASS, read_source, stock_of
+from headwise.report.verdict import judge, main_run
 from headwise.surgery.values import RunSettings
 from headwise.tables import table as table_of
 from headwise.texts.text_sets import TextSet
@@ -156,6 +162,84 @@ def test_a_second_pass_counts_the_heads_of_the_first_as_operated(study):
     assert operated.sum() > first.zones.operated.sum()
     effects = next(f for f in judge(source).findings if f.title == "Side effects")
     assert "0 healed untreated" in effects.text
+
+
+def test_the_verdict_counts_untouched_heads_that_moved_as_their_figure_does(study):
+    """The figure said 2 and the verdict 7 of 16: one was of validation blocks."""
+    source = read_source(study)
+    main = main_run(source)
+    axes = cascade_counts(source).axes[0]
+    line = next(line for line in axes.lines if line.get_label() == main.arm)
+    moved, movable, on = moved_untouched(source, main)
+    assert moved == line.get_ydata()[-1] <= movable
+    effects = next(f for f in judge(source).findings if f.title == "Side effects").text
+    assert re.search(rf"Of {movable} untouched heads that can move {moved} changed", effects)
+    assert on in effects
+    without = replace(source, runs=tuple(replace(run, steps=()) for run in source.runs))
+    held_out = moved_untouched(without, main_run(without))
+    delta = main.comparison.delta[MASS][main.zones.movable & ~main.zones.operated]
+    assert held_out[:2] == ((np.abs(delta) > 0.05).sum(), movable)
+    assert main.comparison.provenance.after.texts.name in held_out[2]
+
+
+def test_the_verdict_names_the_roles_that_treated_heads_play_now(study):
+    source = read_source(study)
+    assert not [f for f in judge(source).findings if f.title == "Roles"]  # not measured here
+    main = main_run(source)
+    row, head = np.argwhere(main.zones.operated)[0]
+
+    def playing(diagnosis, *places):
+        induction = np.zeros(diagnosis.model.shape)
+        for place in places:
+            induction[place] = 0.9
+        return replace(diagnosis, maps={**diagnosis.maps, "induction": induction})
+
+    stock = replace(source.stock, diagnosis=playing(source.stock.diagnosis))
+    now = replace(main, diagnosis=playing(main.diagnosis, (row, head)))
+    runs = tuple(now if run is main else run for run in source.runs)
+    (roles,) = [
+        f for f in judge(replace(source, stock=stock, runs=runs)).findings if f.title == "Roles"
+    ]
+    assert f"1 of {int(main.zones.operated.sum())} treated heads play a role now, 0 in stock" in (
+        roles.text
+    )
+    assert f"induction L{row}H{head}" in roles.text
+
+
+def test_the_verdict_says_when_the_plan_rests_on_another_count(study, tmp_path):
+    def sickness(folder):
+        return next(f for f in judge(read_source(folder)).findings if "sick in stock" in f.title)
+
+    run = tmp_path / "gradient-only-s0"
+    shutil.copytree(study / "runs" / "gradient-only-s0", run)
+    own = Evaluation.load(study / "stock" / "evaluation.json").diagnosis
+    before = sickness(run).text
+    assert own.provenance.basis in before
+    assert "another count" not in before
+    settings = RunSettings.load(run)
+    texts = replace(own.provenance.texts, name="elsewhere", count=5)
+    fewer = settings.plan.model_copy(update={"sick": "L3H6", "texts": texts})
+    replace(settings, plan=fewer).save(run)
+    assert "another count: 1 sick head on elsewhere (5 texts)" in sickness(run).text
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_sliding_layers_are_told_from_global_ones(tmp_path):
+    loaded = LoadedModel("tiny", tiny_language_model("gemma3"), tiny_tokenizer())
+    kinds = loaded.model.config.layer_types
+    model = loaded.describe()
+    rows = [row for row, kind in enumerate(kinds) if kind == "sliding_attention"]
+    assert 0 < len(rows) < len(kinds)
+    assert model.sliding_rows == rows
+    diagnosis = diagnose(loaded, TextSet("some", SENTENCES), max_length=32)
+    diagnosis.save(tmp_path / "diagnosis.json")
+    axes = survey_panels(survey_of([diagnosis])).axes[0]
+    bars = [line for line in axes.lines if not line.get_clip_on()]
+    assert [round(float(np.mean(bar.get_ydata()))) for bar in bars] == rows
+    page = report.write_report(tmp_path, tmp_path / "report").read_text()
+    assert f'"sliding":{json.dumps(rows).replace(" ", "")}' in page
+    plain = LoadedModel("plain", tiny_language_model("bloom"), tiny_tokenizer())
+    assert plain.describe().sliding is None
 
 
 def test_the_column_table_shows_healthy_heads_that_were_operated_on(tables, study):
@@ -517,7 +601,7 @@ def test_the_verdict_says_what_treated_heads_are_worth_alone_together_and_in_sto
 
 def test_heads_that_were_never_ablated_are_not_called_healthy_or_recovered():
     assert Recovered((0,), (0,)).untested.startswith("No treated head was ablated")
-    assert str(Recovered((0,), (0,), were_sick=False)) == "none sick in stock"
+    assert str(Recovered((0,), (0,), were_ill=False)) == "none ill in stock"
 
 
 def test_a_triage_is_found_in_the_folder_and_told(study, tmp_path):

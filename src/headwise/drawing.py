@@ -117,6 +117,24 @@ def mark_heads(axes: Axes, marked: Bool[np.ndarray, "layer head"]) -> None:
     axes.scatter(columns, rows, s=7, color="white", edgecolor="black", lw=0.5)
 
 
+def mark_sliding(axes: Axes, rows: Sequence[int]) -> None:
+    """A bar before the layers whose attention slides over a window; the others see all."""
+    for row in rows:
+        axes.plot([-0.68] * 2, [row - 0.42, row + 0.42], color=ORANGE, lw=2.5, clip_on=False)
+    if rows:
+        left, right, *_ = axes.images[0].get_extent()
+        axes.set(xlim=(left, right), ylabel="layer (bar: sliding window)")
+
+
+def measured_part(
+    values: Float[np.ndarray, "layer head"],
+) -> tuple[Float[np.ndarray, "row column"], list[int], list[int]]:
+    """The rows and columns of a map that hold a number, and which layers and heads they are."""
+    known = np.isfinite(values)
+    rows, columns = np.flatnonzero(known.any(1)), np.flatnonzero(known.any(0))
+    return values[np.ix_(rows, columns)], rows.tolist(), columns.tolist()
+
+
 def count_axis(axes: Axes) -> None:
     """Whole numbers on an axis that counts heads."""
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
@@ -128,12 +146,17 @@ def draw_map(
     norm: Normalize,
     colours: str | Colormap,
     layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
 ) -> Any:
-    """One layer x head map, layer 0 at the bottom as in the paper."""
+    """One layer x head map, layer 0 at the bottom as in the paper.
+
+    `layers` and `heads` number the rows and columns, where these are not all.
+    """
     image = axes.imshow(values, origin="lower", aspect="auto", cmap=colours, norm=norm)
     axes.set(xlabel="head", ylabel="layer")
     num_layers, num_heads = values.shape
-    axes.set_xticks(range(0, num_heads, max(1, num_heads // 16)))
+    columns = range(0, num_heads, max(1, num_heads // 16))
+    axes.set_xticks(columns, [str(at if heads is None else heads[at]) for at in columns])
     rows = range(0, num_layers, max(1, num_layers // 12))
     axes.set_yticks(rows, [str(row if layers is None else layers[row]) for row in rows])
     for side in axes.spines.values():
@@ -148,11 +171,13 @@ def head_heat_map(
     *,
     marked: Bool[np.ndarray, "layer head"] | None = None,
     layers: Sequence[int] | None = None,
+    sliding: Sequence[int] = (),
     turn: float | None = None,
 ) -> Figure:
     """A layer x head map with its colour bar; `marked` heads get a dot.
 
-    `turn`: a share whose colours turn at this threshold, as first-token mass does.
+    `turn`: a share whose colours turn at this threshold, as first-token mass does. `sliding` rows
+    are layers whose attention slides over a window.
     """
     num_layers, num_heads = values.shape
     figure = new_figure(max(4.4, 2.2 + 0.24 * num_heads), max(2.8, 1.4 + 0.2 * num_layers))
@@ -163,6 +188,7 @@ def head_heat_map(
         image = draw_map(axes, values, norm, AMOUNT_COLOURS, layers)
     else:
         image = draw_map(axes, values, TwoSlopeNorm(turn, 0.0, 1.0), MASS_COLOURS, layers)
+    mark_sliding(axes, sliding)
     if marked is not None:
         mark_heads(axes, marked)
     figure.colorbar(image, ax=axes, label=label, fraction=0.05, pad=0.02)

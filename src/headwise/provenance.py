@@ -46,6 +46,14 @@ class Provenance:
     source: str | None = field(default=None, metadata=OMITTED)
     resolution: Finite | None = field(default=None, metadata=OMITTED)
 
+    @property
+    def basis(self) -> str:
+        """On which texts a count of heads rests: others give another count of the same heads."""
+        if self.texts is None:
+            return ""
+        length = "" if self.settings is None else f" of at most {self.settings.max_length} tokens"
+        return f"{self.texts.count} texts of {self.texts.name}{length}"
+
 
 @dataclass(frozen=True)
 class Decisions:

@@ -24,6 +24,7 @@ from headwise.drawing import (
     count_axis,
     draw_masses,
     head_heat_map,
+    mark_sliding,
     new_figure,
     save_figures,
     titled_axes,
@@ -123,6 +124,7 @@ def survey_panels(survey: Survey) -> Figure:
     for axes, diagnosis, row in zip(grid.flat, survey.diagnoses, survey.rows, strict=False):
         mass, layers = diagnosis.maps["first_token_mass"], diagnosis.model.layers
         draw_masses(axes, mass, diagnosis.sick, layers, diagnosis.thresholds.sink)
+        mark_sliding(axes, diagnosis.model.sliding_rows)
         axes.set_title(
             f"{row.model}: {row.sick_share:.1%} sick ({row.sick}/{row.total_heads})",
             loc="left",
@@ -143,6 +145,7 @@ def diagnosis_figures(diagnosis: Diagnosis, folder: Path) -> list[Path]:
             "first-token mass",
             marked=diagnosis.sick,
             layers=diagnosis.model.layers,
+            sliding=diagnosis.model.sliding_rows,
             turn=diagnosis.thresholds.sink,
         ),
     }
@@ -152,6 +155,7 @@ def diagnosis_figures(diagnosis: Diagnosis, folder: Path) -> list[Path]:
             f"{name}\nattention entropy",
             "nats",
             layers=diagnosis.model.layers,
+            sliding=diagnosis.model.sliding_rows,
         )
     if "slope" in diagnosis.maps:
         figures["mass_against_slope"] = mass_against_slope(diagnosis)

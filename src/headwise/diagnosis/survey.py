@@ -69,6 +69,10 @@ class Survey:
     rows: tuple[SurveyRow, ...]
     diagnoses: tuple[Diagnosis, ...] = field(repr=False)
 
+    def __repr__(self) -> str:
+        sick = ", ".join(f"{row.model} {row.sick}/{row.total_heads}" for row in self.rows)
+        return f"Survey(sick heads: {sick})"
+
     def save(self, path: Path) -> Path:
         """Write `survey.json`."""
         body = {

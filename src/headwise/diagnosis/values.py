@@ -111,6 +111,11 @@ class Diagnosis:
             if shape != self.model.shape:
                 raise ValueError(f"{name}: {shape} heads, the model has {self.model.shape}")
 
+    def __repr__(self) -> str:
+        counts, on = self.counts, self.provenance.basis
+        sick = f"{counts['sick']} of {counts['total']} heads sick"
+        return f"Diagnosis({self.model.short_name}, {sick}{on and f' on {on}'})"
+
     @property
     def counts(self) -> dict[str, int]:
         """Heads in each class, and `sick` = dead + sink, and `total`."""

@@ -14,6 +14,7 @@ from headwise.models.architectures import (
     alibi_slopes,
     geometry_of,
     is_packed,
+    layer_window,
     positions_of,
     projection_of,
     widths,
@@ -86,6 +87,7 @@ def describe_model(model: PreTrainedModel, name: str | None = None) -> ModelInfo
         num_parameters=sum(shape.numel() for shape in parameter_shapes(model).values()),
         dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
         layers=geometry.layers if geometry.is_hybrid else None,
+        sliding=tuple(n for n in geometry.layers if layer_window(model, n)) or None,
         slice_weights=_slice_weights(model),
         slopes=None if slopes is None else tuple(float(s) for s in slopes),
     )

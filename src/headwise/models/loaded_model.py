@@ -23,7 +23,7 @@ from headwise.alarms import Alarm
 from headwise.models.architectures import max_positions
 from headwise.models.description import describe_model
 from headwise.models.first_token import FirstToken, decide_first_token, num_embeddings
-from headwise.models.values import ModelInfo
+from headwise.models.values import ModelInfo, model_name
 from headwise.progress import Progress, silent, stage
 
 Options = ParamSpec("Options")
@@ -39,6 +39,9 @@ class LoadedModel:
     model: PreTrainedModel = field(repr=False)
     tokenizer: PreTrainedTokenizerBase = field(repr=False)
     decided: FirstToken | None = field(default=None, repr=False)
+
+    def __repr__(self) -> str:
+        return f"LoadedModel({model_name(self.id)}, {self.model.config.model_type})"
 
     @cached_property
     def first_token(self) -> FirstToken:

@@ -36,7 +36,7 @@ from headwise.models.slices import (
     write_slices,
 )
 from headwise.models.tensor_files import read_safetensors, write_safetensors
-from headwise.models.values import PatchInfo
+from headwise.models.values import PatchInfo, model_name
 from headwise.values import from_plain, to_plain
 
 PATCH_SCHEMA = "headwise.patch/1"
@@ -58,6 +58,10 @@ class Patch:
     slices: Mapping[str, Slice] = field(repr=False)
     info: PatchInfo = field(default_factory=PatchInfo)
     documents: tuple[str, ...] = field(default=(), repr=False)  # hashes of what it was trained on
+
+    def __repr__(self) -> str:
+        size = f"{len(self.slices)} slices, {self.num_weights:,} weights"
+        return f"Patch(of {model_name(self.info.base_model)}, {size})"
 
     @property
     def num_weights(self) -> int:

@@ -33,6 +33,8 @@ class ModelInfo:
     slice_weights: tuple[Count, ...] | None = field(default=None, metadata=OMITTED)
     # numbers of the layers with attention, where these are not all; rows of maps are these
     layers: tuple[int, ...] | None = field(default=None, metadata=OMITTED)
+    # numbers of the layers whose attention reaches back over a window only, if there are any
+    sliding: tuple[int, ...] | None = field(default=None, metadata=OMITTED)
 
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
@@ -51,6 +53,12 @@ class ModelInfo:
     def layer_numbers(self) -> tuple[int, ...]:
         """The model's own number of each row of a map."""
         return tuple(range(self.num_layers)) if self.layers is None else self.layers
+
+    @property
+    def sliding_rows(self) -> list[int]:
+        """Rows of a map that slide over a window, where others see the whole text."""
+        rows = [self.layer_numbers.index(layer) for layer in self.sliding or ()]
+        return rows if len(rows) < self.num_layers else []
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -26,6 +26,7 @@ from headwise.drawing import (
     GREY,
     RED,
     draw_map,
+    measured_part,
     new_figure,
     save_figures,
 )
@@ -38,6 +39,7 @@ from headwise.plasticity.values import DistanceMap, HeadRecord, PlasticitySummar
 Statistic = Literal["mean", "median"]
 
 CELL_COLOURS = "magma"
+SCALE = Normalize(0, 1)  # what plasticity can be: 0.63 to 0.65 is one colour, as it should be
 TREND_CHANGE = 0.1  # a line that moves less than this over its range counts as flat
 
 
@@ -107,7 +109,7 @@ def plot_buckets(heads: Sequence[HeadRecord], model: str, statistic: Statistic =
     for place, measured in values.items():
         grid[place] = np.mean(measured) if statistic == "mean" else np.median(measured)
     if grid.size:
-        image = axes.imshow(grid, origin="lower", aspect="auto", cmap=CELL_COLOURS)
+        image = axes.imshow(grid, origin="lower", aspect="auto", cmap=CELL_COLOURS, norm=SCALE)
         figure.colorbar(image, ax=axes, label="Attention plasticity")
         axes.set_xticks(range(len(k_buckets)), [str(bucket) for bucket in k_buckets], rotation=45)
         axes.set_yticks(range(len(q_buckets)), [str(bucket) for bucket in q_buckets])
@@ -135,13 +137,13 @@ def plot_components(
 
 
 def plot_heads(values: Sequence[Sequence[float | None]], model: str) -> Figure:
-    """Plasticity of every head as a layer x head map."""
-    grid = _array(values)
+    """Plasticity of every captured head as a layer x head map."""
+    grid, layers, heads = measured_part(_array(values) if values else np.empty((0, 0)))
     num_layers, num_heads = grid.shape if grid.size else (1, 1)
     figure = new_figure(2.6 + 0.24 * num_heads, 1.6 + 0.2 * num_layers)
     axes = _panel(figure, (1, 1, 1), f"Attention plasticity: {model}", "head", "layer")
     if grid.size:
-        image = draw_map(axes, grid, Normalize(0, 1), AMOUNT_COLOURS)
+        image = draw_map(axes, grid, SCALE, AMOUNT_COLOURS, layers, heads)
         figure.colorbar(image, ax=axes, label="Attention plasticity")
     return figure
 
@@ -153,7 +155,7 @@ def plot_distances(distances: DistanceMap, model: str) -> Figure:
     axes = _panel(figure, (1, 1, 1), title, "Query to keys (tokens, from)", "Between keys (from)")
     grid = _array(distances.plasticity)
     if grid.size:
-        image = axes.imshow(grid, origin="lower", aspect="auto", cmap=CELL_COLOURS)
+        image = axes.imshow(grid, origin="lower", aspect="auto", cmap=CELL_COLOURS, norm=SCALE)
         axes.set_xticks(
             range(grid.shape[1]), [str(v) for v in distances.query_distance], rotation=45
         )
@@ -172,7 +174,7 @@ def plot_before_and_after(before: Path, after: Path) -> Figure:
     figure = new_figure(3.2 + 0.6 * num_heads, 1.8 + 0.2 * num_layers)
     for place, (name, grid) in enumerate(zip(("before", "after"), grids, strict=True), start=1):
         axes = _panel(figure, (1, 3, place), f"plasticity {name}", "head", "layer")
-        image = draw_map(axes, grid, Normalize(0, 1), AMOUNT_COLOURS)
+        image = draw_map(axes, grid, SCALE, AMOUNT_COLOURS)
         figure.colorbar(image, ax=axes)
     change = grids[1] - grids[0]
     seen = np.abs(change[np.isfinite(change)])

@@ -23,6 +23,7 @@ from headwise.errors import ArtefactError, HeadwiseError, SelectionError, Settin
 from headwise.frames import frame
 from headwise.heads import Head, select_heads
 from headwise.integrity.locks import one_writer
+from headwise.models.values import model_name
 from headwise.plasticity.components import COLUMNS, CORRELATIONS, component_rows
 from headwise.plasticity.head_group import analyse_group
 from headwise.plasticity.reader import HeadGroup, QKFolder, find_heads, group_heads
@@ -56,6 +57,10 @@ class Plasticity:
     heads: tuple[HeadRecord, ...]
     failures: tuple[HeadFailure, ...]
     files: tuple[Path, ...]
+
+    def __repr__(self) -> str:
+        failed = f", {len(self.failures)} failed" if self.failures else ""
+        return f"Plasticity({model_name(self.model)}, {len(self.heads)} heads{failed})"
 
     def to_frame(self, table: Literal["heads", "buckets", "components"] = "heads") -> pd.DataFrame:
         """The rows of one of the three CSV files (needs pandas)."""

@@ -60,6 +60,10 @@ class CaptureInfo:
     patch: str | None = field(default=None, metadata=OMITTED)
     folder: Path | None = field(default=None, metadata=OMITTED, compare=False)  # not written
 
+    def __repr__(self) -> str:
+        rows = f"{len(self.heads)} heads, {sum(self.rows.values()):,} vectors"
+        return f"CaptureInfo({self.model.short_name}, {rows} of {self.texts.name})"
+
     def same_work(self, other: CaptureInfo) -> bool:
         """Whether both would write the same vectors; progress and versions do not count."""
         mine, yours = (

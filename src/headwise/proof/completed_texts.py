@@ -120,6 +120,10 @@ class Completions:
     sampling: Sampling
     provenance: CompletionProvenance = field(repr=False)
 
+    def __repr__(self) -> str:
+        prompts = max((len(rows) for rows in self.conditions.values()), default=0)
+        return f"Completions({prompts} prompts, {', '.join(self.conditions)})"
+
     @property
     def alarms(self) -> tuple[Alarm, ...]:
         """Conditions that end some prompts at once, without a word."""

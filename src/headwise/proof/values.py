@@ -132,7 +132,8 @@ Outcome = Literal[
     "no more use than in stock",
     "no use shown",
     "not judged",
-    "still sick",
+    "still ill",
+    "still sick",  # as older files say it
     "unchanged",
     "harmed",
 ]
@@ -147,6 +148,9 @@ class HeadRecovery:
     useful: bool | None
     functional: bool
     was_sick: bool | None = field(default=None, metadata=OMITTED)  # in stock
+    # whether it has any symptom, now and in stock: a sick head is ill, others may be
+    ill: bool | None = field(default=None, metadata=OMITTED)
+    was_ill: bool | None = field(default=None, metadata=OMITTED)
     outcome: Outcome | None = field(default=None, metadata=OMITTED)
     # its ablation cost minus that in stock, paired by document; of heads that pass all else
     rise: Interval | None = field(default=None, metadata=OMITTED)
@@ -164,6 +168,7 @@ class Recovery:
     exceptions: tuple[str, ...]
     rule: str
     was_sick: int | None = field(default=None, metadata=OMITTED)  # operated heads, in stock
+    was_ill: int | None = field(default=None, metadata=OMITTED)
     harmed: int | None = field(default=None, metadata=OMITTED)
     # the cost of losing all treated heads at once: in stock, now, and the difference (paired)
     joint_stock: Interval | None = field(default=None, metadata=OMITTED)
@@ -172,7 +177,7 @@ class Recovery:
 
     @property
     def candidates(self) -> list[str]:
-        """Heads that were sick, are not, and are of use: what is left is to ask for a rise."""
+        """Heads that were ill, are not, and are of use: what is left is to ask for a rise."""
         return [name for name, row in self.heads.items() if row.outcome == "recovered"]
 
     def with_rises(self, rises: Mapping[str, Interval], joint: tuple[Interval, ...]) -> Recovery:
@@ -224,6 +229,12 @@ class Evaluation:
     # loss with the patches minus that of stock by text set, paired by document
     against_stock: Mapping[str, Interval] | None = field(default=None, metadata=OMITTED)
     alarms: tuple[Alarm, ...] = ()
+
+    def __repr__(self) -> str:
+        condition = f"{len(self.patches)} patch{'es' * (len(self.patches) > 1)}"
+        sets = (f"{name} {entry.perplexity.value:.4g}" for name, entry in self.text_sets.items())
+        told = f"{condition if self.patches else 'stock'}, perplexity {', '.join(sets)}"
+        return f"Evaluation({self.model.short_name}, {told})"
 
     @property
     def identity(self) -> str:
@@ -286,9 +297,9 @@ def identity_of(evaluations: Sequence[Evaluation]) -> str:
 
 
 RULE = (
-    "sick in stock, not sick now, zero ablation raises held-out loss with 95% confidence, at a "
-    "false discovery rate of 5% over the judged heads, and by more than in stock with 95% "
-    "confidence, paired by document"
+    "ill in stock (any symptom), not ill now, zero ablation raises held-out loss with 95% "
+    "confidence, at a false discovery rate of 5% over the judged heads, and by more than in stock "
+    "with 95% confidence, paired by document"
 )
 
 
@@ -298,12 +309,29 @@ def recovery_of(
     """Functional recovery of the operated heads; None if nothing was operated on."""
     if not targets:
         return None
-    rows = {str(head): _head(stock, now, costs, head) for head in targets}
-    ill = [row for row in rows.values() if row.was_sick]
+    before, after = (set(side.head_sets()["ill"]) for side in (stock, now))
+    rows = {}
+    for head in targets:
+        cost = costs.ablation_zero.get(str(head))
+        # one document has no interval
+        useful = cost.is_useful if cost is not None and costs.documents > 1 else None
+        outcome = _outcome(head in before, head in after, useful)
+        rows[str(head)] = HeadRecovery(
+            class_=(label := now.class_of(head)),
+            sick=label in SICK,
+            useful=useful,
+            functional=outcome == "recovered",
+            was_sick=stock.class_of(head) in SICK,
+            ill=head in after,
+            was_ill=head in before,
+            outcome=outcome,
+        )
+    ill = [row for row in rows.values() if row.was_ill]
     return Recovery(
         heads=rows,
         operated=len(rows),
-        was_sick=len(ill),
+        was_sick=sum(bool(row.was_sick) for row in rows.values()),
+        was_ill=len(ill),
         not_sick=sum(not row.sick for row in rows.values()),
         judged=sum(row.useful is not None for row in ill),
         functional=sum(row.functional for row in rows.values()),
@@ -313,21 +341,11 @@ def recovery_of(
     )
 
 
-def _head(stock: Diagnosis, now: Diagnosis, costs: HeadCosts, head: Head) -> HeadRecovery:
-    cost = costs.ablation_zero.get(str(head))
-    # one document has no interval
-    useful = cost.is_useful if cost is not None and costs.documents > 1 else None
-    was_sick, label = stock.class_of(head) in SICK, now.class_of(head)
-    sick = label in SICK
-    outcome = _outcome(was_sick, sick, useful)
-    return HeadRecovery(label, sick, useful, outcome == "recovered", was_sick, outcome)
-
-
-def _outcome(was_sick: bool, sick: bool, useful: bool | None) -> Outcome:
-    if not was_sick:
-        return "harmed" if sick else "unchanged"
-    if sick:
-        return "still sick"
+def _outcome(was_ill: bool, ill: bool, useful: bool | None) -> Outcome:
+    if not was_ill:
+        return "harmed" if ill else "unchanged"
+    if ill:
+        return "still ill"
     if useful is None:
         return "not judged"
     return "recovered" if useful else "no use shown"
@@ -389,6 +407,17 @@ class Comparison:
     def __post_init__(self) -> None:
         if any(value.shape != self.model.shape for value in self.delta.values()):
             raise ValueError(f"delta: maps must have the model's shape {self.model.shape}")
+
+    def __repr__(self) -> str:
+        sets = (f"{name} {entry.difference.value:+.4f}" for name, entry in self.losses.items())
+        change = ", ".join(sets)
+        sick = [counts["sick"] for counts in self._counts]
+        heads = f"sick heads {sick[0]} to {sick[1]}"
+        return f"Comparison({self.model.short_name}, {heads}{change and f', loss {change}'})"
+
+    @property
+    def _counts(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
+        return self.transitions.counts_before, self.transitions.counts_after
 
     def to_json(self) -> dict[str, Any]:
         """The body of `comparison.json`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headwise.heads import JOINT
+from headwise.surgery.plan import plans_of
 from headwise.tables import Table, table
 
 if TYPE_CHECKING:
@@ -34,15 +35,31 @@ def evaluation_tables(found: Evaluation) -> list[Table]:
         rows = [(name, costs[name].interval) for name in named]
         tables.append(table("loss without the head (nats per token)", ("head", "change"), rows))
     if found.recovery:
-        keys = ("operated", "was_sick", "not_sick", "judged", "functional", "harmed")
-        columns = ("operated", "sick in stock", "not sick now", "judged", "recovered", "harmed")
+        keys = ("operated", "was_ill", "was_sick", "not_sick", "judged", "functional", "harmed")
+        columns = (
+            "operated",
+            "ill in stock",
+            "sick",
+            "not sick now",
+            "judged",
+            "recovered",
+            "harmed",
+        )
         row = [getattr(found.recovery, key) for key in keys]
-        tables.append(table("recovery", columns, [row]))
+        tables.append(table("recovery" + _counted(found), columns, [row]))
         joint = (found.recovery.joint_stock, found.recovery.joint_now, found.recovery.joint_rise)
         if joint[-1] is not None:
             title = "loss without all treated heads together (nats per token)"
             tables.append(table(title, ("in stock", "now", "difference"), [joint]))
     return tables
+
+
+def _counted(evaluation: Evaluation) -> str:
+    """On which texts sick heads were counted here, and for the plan: the counts may differ."""
+    on, plans = evaluation.diagnosis.provenance.basis, plans_of(evaluation.patches)
+    lines = [f"\n(sick: on {on})"] if on else []
+    told = dict.fromkeys(plan.diagnosed for plan in plans if plan.diagnosed)
+    return "".join([*lines, *(f"\n(the plan rests on {count})" for count in told)])
 
 
 def loss_verdict(change: Interval) -> str:
@@ -54,7 +71,7 @@ def loss_verdict(change: Interval) -> str:
 
 def comparison_tables(found: Comparison) -> list[Table]:
     """Class counts, drift by zone and paired losses."""
-    moves = found.transitions
+    moves, on = found.transitions, found.provenance.after.basis
     before, after = moves.counts_before, moves.counts_after
     counts = [(name, before[name], after[name]) for name in before]
     silent = [
@@ -63,7 +80,7 @@ def comparison_tables(found: Comparison) -> list[Table]:
         ("treated, no longer sick", len(moves.treated_no_longer_sick)),
     ]
     tables = [
-        table("heads", ("class", "before", "after"), counts),
+        table(f"heads{on and f', counted on {on}'}", ("class", "before", "after"), counts),
         table("transitions", ("", "heads"), silent),
         _drift_table(found),
     ]

@@ -19,20 +19,16 @@ DRIFT_COLUMNS = (
 )
 
 
-def zone_drift(condition: Condition, name: str) -> ZoneDrift | None:
-    """Drift of a zone, all passes counted; None without a comparison or without such heads."""
-    if condition.comparison is None or condition.zones is None:
-        return None
-    by_zone = drift_by_zone(condition.comparison.delta[MASS], condition.zones)
-    zone: ZoneDrift = getattr(by_zone, name)
-    return zone if zone.heads else None
-
-
 def _drift_rows(source: Source, name: str) -> list[list[Entry]]:
+    """Drift of a zone in every condition that was compared and has such heads."""
     rows: list[list[Entry]] = []
     for condition in source.runs:
-        zone = zone_drift(condition, name)
-        if zone is not None:
+        if condition.comparison is None or condition.zones is None:
+            continue
+        model = condition.comparison.model
+        by_zone = drift_by_zone(condition.comparison.delta[MASS], condition.zones, model.layers)
+        zone: ZoneDrift = getattr(by_zone, name)
+        if zone.heads:
             worst = zone.worst if zone.worst is not None and zone.worst.delta else None
             rows.append(
                 [
@@ -132,6 +128,26 @@ def column_heads(source: Source) -> Table:
         key="column_heads",
         missing="No surgery arm of this study operates on a head that was healthy in stock.",
     )
+
+
+def moved_untouched(source: Source, condition: Condition) -> tuple[int, int, str] | None:
+    """Untouched heads that moved by more than 0.05, of how many that can, and on which text.
+
+    A run that kept maps of its steps is counted on them, so that a verdict and the figure of these
+    steps say the same; others are counted on the held-out text.
+    """
+    zones, comparison = condition.zones, condition.comparison
+    if zones is None:
+        return None
+    untouched = zones.movable & ~zones.operated
+    steps = cascade(source, condition)
+    if steps:
+        return steps[-1][2], int(untouched.sum()), "the run's validation blocks, as in the figure"
+    if comparison is None:
+        return None
+    moved = (np.abs(comparison.delta[MASS]) > DRIFT) & untouched
+    on = comparison.provenance.after.basis or "the held-out text"
+    return int(moved.sum()), int(untouched.sum()), on
 
 
 def cascade(source: Source, condition: Condition) -> list[tuple[int, int, int]]:

@@ -22,6 +22,8 @@ from headwise.drawing import (
     count_axis,
     draw_map,
     draw_masses,
+    mark_sliding,
+    measured_part,
     new_figure,
     save_figure,
 )
@@ -69,7 +71,9 @@ def overview(source: Source | None) -> Figure | None:
     figure, grid = panels(len(shown), 2.5, 2.9, columns=len(shown))
     for axes, condition in zip(grid, shown, strict=True):
         mass = condition.maps[MASS]
-        image = draw_masses(axes, mass, condition.sick)
+        model = None if condition.diagnosis is None else condition.diagnosis.model
+        image = draw_masses(axes, mass, condition.sick, None if model is None else model.layers)
+        mark_sliding(axes, [] if model is None else model.sliding_rows)
         change = source.against_stock(condition.arm) if condition.run else None
         told = "" if change is None else f"loss {change.value:+.3f}, ".replace("-0.000", "0.000")
         sick = 0 if condition.sick is None else int(condition.sick.sum())
@@ -123,7 +127,8 @@ def plasticity_maps(source: Source | None) -> Figure | None:
     figure, grid = panels(len(shown), 4.4, 3.6)
     for axes, (title, values) in zip(grid, shown, strict=True):
         known = np.array([[np.nan if v is None else v for v in row] for row in values], dtype=float)
-        image = draw_map(axes, known, Normalize(0, 1), AMOUNT_COLOURS)
+        part, layers, heads = measured_part(known)
+        image = draw_map(axes, part, Normalize(0, 1), AMOUNT_COLOURS, layers, heads)
         axes.set_title(f"{title}: attention plasticity", loc="left")
     figure.colorbar(image, ax=grid, label="plasticity", fraction=0.03)
     return figure

@@ -150,6 +150,7 @@ def page_payload(source: Source, tables: Sequence[Table]) -> dict[str, Any]:
         "tables": {table.key: table.to_csv() for table in tables},
         "layers": layers,
         "numbers": list(shown[0][1].model.layer_numbers) if shown else [],
+        "sliding": shown[0][1].model.sliding_rows if shown else [],
         "heads": heads,
         "thresholds": to_plain(shown[0][1].thresholds) if shown else {},
         "buckets": _buckets([diagnosis for _, diagnosis in shown]),

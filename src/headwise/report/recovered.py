@@ -13,7 +13,7 @@ class Recovered:
 
     passed: tuple[int, ...]
     operated: tuple[int, ...]
-    were_sick: bool = True  # some treated head, in stock
+    were_ill: bool = True  # some treated head, in stock
 
     @property
     def tested(self) -> bool:
@@ -23,13 +23,13 @@ class Recovered:
     @property
     def untested(self) -> str:
         """Why no head was tested."""
-        if self.were_sick:
+        if self.were_ill:
             return "No treated head was ablated, so none can be called recovered."
-        return "No treated head was sick in stock, so none can recover."
+        return "No treated head was ill in stock, so none can recover."
 
     def __str__(self) -> str:
         if not self.tested:
-            return "none judged" if self.were_sick else "none sick in stock"
+            return "none judged" if self.were_ill else "none ill in stock"
         if len(set(self.operated)) > 1:
             pairs = zip(self.passed, self.operated, strict=True)
             return " and ".join(f"{passed} of {operated}" for passed, operated in pairs)
@@ -38,7 +38,7 @@ class Recovered:
 
 
 def recovered(source: Source, arm: str, key: str = "functional") -> Recovered | None:
-    """`functional` heads of those that were sick and judged, or `not_sick` of all treated ones."""
+    """`functional` heads of those that were ill and judged, or `not_sick` of all treated ones."""
     found = [c.evaluation.recovery for c in source.of_arm(arm) if c.evaluation]
     known = [r for r in found if r]
     if not known:
@@ -47,5 +47,6 @@ def recovered(source: Source, arm: str, key: str = "functional") -> Recovered | 
     return Recovered(
         tuple(getattr(r, key) for r in known),
         tuple(getattr(r, tested) for r in known),
-        any(r.was_sick != 0 for r in known),
+        # an older file counts sick heads alone
+        any((r.was_sick if r.was_ill is None else r.was_ill) != 0 for r in known),
     )

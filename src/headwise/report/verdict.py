@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from headwise.alarms import Alarm
 from headwise.diagnosis.values import Diagnosis
 from headwise.heads import heads_where
 from headwise.intervals import Interval
-from headwise.report.drift import zone_drift
+from headwise.report.drift import moved_untouched
 from headwise.report.effect import effect_of
 from headwise.report.finding import Finding, Tone, Verdict, film_verdict
 from headwise.report.recovered import recovered
@@ -77,6 +79,7 @@ def _judge(source: Source) -> Verdict:
         _for_whom(main),
         _by_mass(source, main),
         _by_function(source, main),
+        _roles(source, main),
     ]
     found += [
         _loss(source, main),
@@ -150,18 +153,28 @@ def _sickness(source: Source) -> Finding | None:
             f" It would be {at['0.40']} at a threshold of 0.40 and {at['0.60']} at 0.60: the "
             f"number {'does not depend' if same else 'depends'} on where the line is drawn."
         )
+        text += _planned_on(source, counts["sick"])
         if source.triage is None:
             text += " It is a symptom; whether they sleep, idle or work is what triage measures."
     return Finding("Heads that are sick in stock", text)
 
 
-def _counted_on(diagnosis: Diagnosis) -> str:
-    """On which texts a count rests: other texts and lengths give other counts of the same heads."""
-    texts, settings = diagnosis.provenance.texts, diagnosis.provenance.settings
-    if texts is None:
+def _planned_on(source: Source, sick: int) -> str:
+    """Which count the plan rests on, where it is another one: one story has one count."""
+    main = main_run(source)
+    key = None if main is None else (main.arm, main.seed)
+    # a second pass counts on what the first one left
+    first = next((c.run for c in source.runs if (c.arm, c.seed) == key and c.number == 1), None)
+    plan = None if first is None else first.plan
+    if plan is None or not plan.diagnosed:
         return ""
-    length = "" if settings is None else f" of at most {settings.max_length} tokens"
-    return f", counted on {texts.count} texts of {texts.name}{length}"
+    own = len(plan.heads_of(plan.sick)) if plan.sick else 0
+    return "" if own == sick else f" The plan rests on another count: {plan.diagnosed}."
+
+
+def _counted_on(diagnosis: Diagnosis) -> str:
+    """On which texts a count rests."""
+    return diagnosis.provenance.basis and f", counted on {diagnosis.provenance.basis}"
 
 
 def _triaged(source: Source) -> Finding | None:
@@ -299,7 +312,7 @@ def _by_function(source: Source, main: Condition) -> Finding | None:
     if not ours.tested:
         return Finding("By function", ours.untested, "caution")
     text = (
-        f"Alone: {ours} judged heads are functionally recovered: sick in stock, not sick now, and "
+        f"Alone: {ours} judged heads are functionally recovered: ill in stock, not ill now, and "
         "ablating them costs held-out loss, more than it did in stock, with 95% confidence."
         + _together(main)
     )
@@ -334,6 +347,32 @@ def _together(main: Condition) -> str:
         text += f"; in stock: {interval(recovery.joint_stock)}"
         text += f"; the rise is {interval(recovery.joint_rise)}"
     return text + "."
+
+
+_NO_ROLE = ("none", "first_token")  # resting on the first token is no work
+
+
+def _roles(source: Source, main: Condition) -> Finding | None:
+    """Which role each treated head plays now, and which it played in stock."""
+    zones = main.zones
+    sides = [None if c is None else c.diagnosis for c in (source.stock, main)]
+    stock, now = sides
+    if zones is None or not zones.operated.any() or stock is None or now is None:
+        return None
+    if not stock.roles or not now.roles:
+        return None
+    places = np.argwhere(zones.operated).tolist()
+    names = [str(head) for head in heads_where(zones.operated, now.model.layers)]
+    played: dict[str, list[str]] = {}
+    for name, (row, index) in zip(names, places, strict=True):
+        if (role := now.roles[row][index]) not in _NO_ROLE:
+            played.setdefault(role, []).append(name)
+    before = sum(stock.roles[row][index] not in _NO_ROLE for row, index in places)
+    count = sum(map(len, played.values()))
+    text = f"{count} of {_count(len(places), 'treated head')} play a role now, {before} in stock"
+    told = [f"{role.replace('_', ' ')} {', '.join(heads)}" for role, heads in played.items()]
+    text += (f": {'; '.join(told)}" if told else "") + _counted_on(now) + "."
+    return Finding("Roles", text + " A role is attention, not proof of use.")
 
 
 def _useful_in_stock(source: Source, main: Condition) -> int | None:
@@ -407,9 +446,9 @@ def _controls(source: Source, main: Condition) -> list[Finding]:
 
 
 def _side_effects(source: Source, main: Condition) -> Finding | None:
-    drift = zone_drift(main, "outside")
+    moved = moved_untouched(source, main)
     was, now = (None if c is None else c.sick for c in (source.stock, main))
-    if drift is None or main.zones is None or was is None or now is None:
+    if moved is None or main.zones is None or was is None or now is None:
         return None
     operated = main.zones.operated
     layers = None if main.diagnosis is None else main.diagnosis.model.layers
@@ -418,9 +457,10 @@ def _side_effects(source: Source, main: Condition) -> Finding | None:
     text = (
         f"{_count(len(harmed), 'head')} that nobody touched fell ill"
         + (f" ({', '.join(harmed[:6])}{', ...' if len(harmed) > 6 else ''})" if harmed else "")
-        + f", {len(healed)} healed untreated. Outside the zone {drift.drifting} of "
-        f"{drift.movable} heads that can move changed by more than 0.05"
-        f"{'' if main.diagnosis is None else _counted_on(main.diagnosis)}."
+        + f", {len(healed)} healed untreated"
+        f"{'' if main.diagnosis is None else _counted_on(main.diagnosis)}. Of "
+        f"{_count(moved[1], 'untouched head')} that can move {moved[0]} changed by more than 0.05, "
+        f"on {moved[2]}."
     )
     return Finding("Side effects", text, "bad" if len(harmed) > len(healed) else "plain")
 

@@ -79,6 +79,11 @@ class StudySummary:
     provenance: Provenance = field(repr=False)
     identity: str = ""  # of the evaluations that it was made from; "": an older one does not say
 
+    def __repr__(self) -> str:
+        first = {arm: next(iter(texts.values())) for arm, texts in self.against_stock.items()}
+        arms = ", ".join(f"{arm} {change.value:+.4f}" for arm, change in first.items())
+        return f"StudySummary({self.study}, loss against stock: {arms})"
+
     def save(self, path: Path) -> Path:
         """Write `summary.json`."""
         return save_artefact(path, "study-summary", plain_fields(self))

@@ -145,6 +145,13 @@ class SurgeryPlan(BaseModel):
     ) -> dict[str, object]:
         return {k: v for k, v in handler(self).items() if v or k not in ("sick", "sinks", "texts")}
 
+    def __repr__(self) -> str:
+        count = len(self.target_heads)
+        heads = f"{count} head{'s' * (count != 1)}{self.targets and f': {self.targets[:60]}'}"
+        return f"SurgeryPlan({model_name(self.model.id)}, {heads})"
+
+    __str__ = __repr__
+
     @property
     def diagnosed(self) -> str:
         """Which count of sick heads the plan rests on; empty if it does not say."""

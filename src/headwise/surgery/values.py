@@ -12,6 +12,7 @@ from headwise.alarms import Alarm
 from headwise.artefacts import content_hash, load_artefact, save_artefact, to_json, versions
 from headwise.errors import ArtefactError
 from headwise.intervals import Interval
+from headwise.models.values import model_name
 from headwise.surgery.plan import SurgeryPlan
 from headwise.surgery.plan_settings import AUTO, Mode
 from headwise.surgery.recipe import Recipe, Saving
@@ -53,6 +54,10 @@ class RunSettings:
     trace_rows: int = 0  # that the finished run left; files with fewer have lost their end
     map_rows: int = 0
     saving: Saving | None = None  # as it was chosen at the start; None: an older run did not say
+
+    def __repr__(self) -> str:
+        done = self.outcome or "not finished"
+        return f"RunSettings({self.name} of {model_name(self.model)}, seed {self.seed}: {done})"
 
     @property
     def mode(self) -> Mode:

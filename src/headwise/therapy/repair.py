@@ -24,7 +24,7 @@ from headwise.models.architectures import layers_of, require_plain
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.patch import Patch
 from headwise.models.rope import length_class
-from headwise.models.values import PatchInfo
+from headwise.models.values import PatchInfo, model_name
 from headwise.progress import Budget, Progress, Work, silent, stage, unlimited
 from headwise.provenance import Origin, require_same_origin
 from headwise.ranks import by_the_first, is_first
@@ -83,6 +83,13 @@ class RepairRun:
     settings: RunSettings
     patch: Patch = field(repr=False)
     state: RunState = field(repr=False)
+
+    def __repr__(self) -> str:
+        run = self.settings
+        heads = f"{len(run.plan.target_heads)} heads, {run.recipe.steps} steps"
+        return (
+            f"RepairRun({run.name} of {model_name(run.model)}, {heads}: {run.outcome}, {self.out})"
+        )
 
     @property
     def mode(self) -> Mode:

@@ -148,6 +148,9 @@ class Therapy:
         more = f"; {len(self.untriaged)} not looked at" if self.untriaged else ""
         return f"{told}{more}" if told else ""
 
+    def __repr__(self) -> str:
+        return f"Therapy({self.sentence})"
+
     def origin(self, name: object) -> Origin:
         """What it is of: the weights that its plan is for, and the run that carried it out."""
         model = self.plan.model

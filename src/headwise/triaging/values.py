@@ -134,6 +134,10 @@ class Triage:
         for name in self.heads:
             Head.parse(name)
 
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{count} {name}" for name, count in self.counts.items() if count)
+        return f"Triage({self.model.short_name}, {counts or 'no head judged'})"
+
     @property
     def model(self) -> ModelInfo:
         """The model that was judged."""

@@ -37,6 +37,8 @@ def triage_table(found: Triage) -> Table:
         for name, head in found.heads.items()
     ]
     title = f"{found.model.short_name}: change of loss, nats per token"
+    on = found.diagnosis.provenance.basis
+    title += f"\n(sick heads: {found.diagnosis.counts['sick']} on {on})" if on else ""
     return table(
         f"{title}\n(* the 95% interval leaves out 0; intervals: triage.json)", columns, rows
     )

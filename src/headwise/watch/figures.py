@@ -35,6 +35,7 @@ def film_figures(film: Film, out: Path) -> list[Path]:
             "first-token mass",
             marked=film.diagnosis().sick,
             layers=film.settings.model.layers,
+            sliding=film.settings.model.sliding_rows,
             turn=film.settings.thresholds.sink,
         ),
     }

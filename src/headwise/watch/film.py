@@ -114,6 +114,13 @@ class Film:
     settings: WatchSettings
     readings: tuple[FilmReading, ...] = field(default=(), repr=False)
 
+    def __repr__(self) -> str:
+        last = f", sick heads {int(self.diagnosis().sick.sum())}" if self.readings else ""
+        alarms = f", {len(self.alarms)} alarms" if self.alarms else ""
+        return (
+            f"Film({self.settings.model.short_name}, {len(self.readings)} readings{last}{alarms})"
+        )
+
     @property
     def steps(self) -> tuple[int, ...]:
         """The steps of the readings."""

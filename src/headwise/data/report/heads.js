@@ -109,7 +109,8 @@ function buildGrid(root, kind) {
   root.style.setProperty("--layers", data.layers);
   root.style.setProperty("--cell", data.layers > 20 ? "1.1rem" : data.layers > 12 ? "1.5rem" : "2.2rem");
   for (let layer = data.layers - 1; layer >= 0; layer--) { /* layer 0 at the bottom, as in the paper */
-    axes.rows[layer] = make("span", { class: "axis y", role: "rowheader" }, "L" + data.numbers[layer]);
+    const slides = data.sliding.includes(layer);
+    axes.rows[layer] = make("span", { class: slides ? "axis y slides" : "axis y", role: "rowheader", title: slides ? "attention slides over a window" : "" }, "L" + data.numbers[layer]);
     const row = make("div", { role: "row" }, axes.rows[layer]);
     cells[layer] = [];
     for (let head = 0; head < data.heads; head++) {
