@@ -21,6 +21,7 @@ PAGES = sorted(set((ROOT / "docs").glob("*.md")) - {STORY})
 # What makes a command of the README quick; the command itself stays as it is printed
 SMALLER = {
     "diagnose": ["--texts", "few.jsonl", "--max-length", "64", "--no-figures"],
+    "checkup": ["--texts", "few.jsonl", "--max-length", "64", "--budget", "30s"],
     "survey": ["--texts", "few.jsonl", "--max-length", "64"],
     "triage": ["--texts", "few.jsonl", "--max-length", "64"],
     "repair": ["--steps", "2"],

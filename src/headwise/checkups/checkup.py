@@ -19,7 +19,7 @@ from headwise.checkups.values import CHECKUP, Checkup, Opportunity, checkup_of
 from headwise.cost import seconds_per_token
 from headwise.diagnosis.diagnose import diagnose
 from headwise.diagnosis.values import Diagnosis
-from headwise.errors import HeadwiseError, ModelError
+from headwise.errors import HeadwiseError, ModelError, TextError
 from headwise.forward.separability import check
 from headwise.heads import Head, format_heads
 from headwise.integrity.locks import one_writer
@@ -132,6 +132,8 @@ class _Work:
                 answer = look(answer, diagnosis, earlier)
             except _OutOfTime:
                 answer = _skipped(answer, f"{name}: the budget ended while it was measured")
+            except TextError:
+                answer = _skipped(answer, f"{name}: too few documents (--texts with 30 or more)")
             except HeadwiseError as error:  # a family or texts that this stage cannot use
                 answer = _skipped(answer, f"{name}: {str(error).splitlines()[0]}")
             answer.save(self.out / CHECKUP)

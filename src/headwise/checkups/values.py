@@ -53,7 +53,7 @@ class Checkup:
     def headline(self) -> str:
         """The answer in one sentence."""
         if self.alarms:
-            return "The numbers below are not to be believed yet: see the alarm."
+            return "Do not believe these numbers before the alarm below is explained."
         if not self.counts["sick"] and not self.opportunities:
             return "This model is healthy: no head is sick, and nothing needs doing."
         if not self.opportunities:
