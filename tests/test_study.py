@@ -15,6 +15,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,9 +31,10 @@ from headwise.errors import ArtefactError, SettingsError, TrainingError
 from headwise.models.patch import Patch
 from headwise.proof.values import DocumentLosses, Evaluation, HeadCosts
 from headwise.provenance import Provenance
+from headwise.studies.arms import _at_its_best_rate
 from headwise.studies.estimate import estimate_study
 from headwise.studies.run import run_study
-from headwise.studies.study import STUDIES, load_study
+from headwise.studies.study import STUDIES, Study, load_study
 from headwise.studies.summary import arm_difference
 from headwise.texts.text_sets import TextSet
 from planned import made_model
@@ -464,3 +466,19 @@ def test_the_demo_runs_without_the_lora_extra(monkeypatch, capsys):
     monkeypatch.setattr("headwise.cli.study.find_spec", lambda name: None)
     assert [arm.mode for arm in without_missing_extras(demo).arms].count("lora") == 0
     assert "headwise[lora]" in capsys.readouterr().out
+
+
+def test_arms_are_compared_at_one_rate_or_at_their_best_of_a_grid(tmp_path):
+    body = {"name": "s", "arms": [{"name": "a"}, {"name": "b", "recipe": {"lr": 0.5}}]}
+    own, one, grid = (Study(**body, rate=rate) for rate in (None, 0.01, [0.1, 0.01, 1.0]))
+    assert [own.request(arm, 0).changes.get("lr") for arm in own.arms] == [None, 0.5]
+    assert [one.request(arm, 0).changes["lr"] for arm in one.arms] == [0.01, 0.01]
+    assert len({study.rate_rule for study in (own, one, grid)}) == 3
+    losses = {0.1: 3.0, 0.01: 2.0, 1.0: 9.0}
+
+    def carried_out(request, out):
+        assert out.parent == tmp_path / "rates"
+        return SimpleNamespace(state=SimpleNamespace(best_loss=losses[request.changes["lr"]]))
+
+    request = grid.request(grid.arms[1], 0)
+    assert _at_its_best_rate(request, grid.rate, carried_out, tmp_path).changes["lr"] == 0.01

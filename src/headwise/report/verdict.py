@@ -107,7 +107,22 @@ def _basis(source: Source, main: Condition) -> str:
     if ours and ours.tested:
         text += f"; {ours} judged heads functionally recovered"
     several = len({condition.arm for condition in source.runs}) > 1
-    return f"{size}{text}." + several * " Other budgets may order the arms otherwise."
+    return (
+        f"{size}{text}." + several * " Other budgets may order the arms otherwise." + _rates(source)
+    )
+
+
+def _rates(source: Source) -> str:
+    """At which learning rates the arms are compared: the rate may decide which is best."""
+    summary = source.summary
+    if summary is None or not summary.rate_rule or len(summary.rates) < 2:
+        return ""
+    each = [
+        f"{arm} {'/'.join(f'{rate:.2g}' for rate in sorted(set(rates)))}"
+        for arm, rates in summary.rates.items()
+        if rates
+    ]
+    return f" Learning rates: {summary.rate_rule} ({', '.join(each)})." if each else ""
 
 
 def main_run(source: Source) -> Condition | None:

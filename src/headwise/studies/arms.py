@@ -5,6 +5,7 @@ A finished artefact is read, not made again.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -32,11 +33,11 @@ from headwise.surgery.fitting import first_recipe, fit_request
 from headwise.surgery.plan import SurgeryPlan, make_plan, operated_heads
 from headwise.surgery.plan_settings import AUTO
 from headwise.surgery.run_state import RUN
-from headwise.surgery.settings import RepairRequest
+from headwise.surgery.settings import TRAINED, RepairRequest
 from headwise.surgery.values import PATCH
 from headwise.texts.corpus import Corpus
 from headwise.texts.text_sets import TextSet, read_texts
-from headwise.therapy.repair import fulfil
+from headwise.therapy.repair import RepairRun, fulfil
 
 
 @dataclass(frozen=True)
@@ -195,17 +196,40 @@ def _one_pass(
         keep=None if keep is None else keep.describe(),
         excluded=TextSet("heldout", tuple(setting.excluded)).describe(),
     )
-    run = fulfil(
-        setting.loaded,
-        request,
-        setting.corpus(arm.corpus, request),
-        folder,
-        keep=keep,
-        excluded=setting.excluded,
-        resume=(folder / RUN).exists(),
-        progress=setting.progress,
-    )
-    return run.patch
+
+    def carried_out(request: RepairRequest, out: Path) -> RepairRun:
+        return fulfil(
+            setting.loaded,
+            request,
+            setting.corpus(arm.corpus, request),
+            out,
+            keep=keep,
+            excluded=setting.excluded,
+            resume=(out / RUN).exists(),
+            progress=setting.progress,
+        )
+
+    if isinstance(setting.study.rate, list) and arm.mode in TRAINED:
+        request = _at_its_best_rate(request, setting.study.rate, carried_out, folder)
+    return carried_out(request, folder).patch
+
+
+def _at_its_best_rate(
+    request: RepairRequest,
+    grid: Sequence[float],
+    carried_out: Callable[[RepairRequest, Path], RepairRun],
+    folder: Path,
+) -> RepairRequest:
+    """The request at the rate with the least loss on the corpus's own validation text.
+
+    Every rate gets a whole run, in `rates/` of the run's folder. Held-out text has no say.
+    """
+    losses = {}
+    for rate in grid:
+        one = replace(request, changes={**request.changes, "lr": rate})
+        losses[rate] = carried_out(one, folder / "rates" / f"{rate:g}").state.best_loss
+    best = min(grid, key=lambda rate: losses[rate])
+    return replace(request, changes={**request.changes, "lr": best})
 
 
 def _prove(

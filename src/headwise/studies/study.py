@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 
 from headwise.artefacts import is_there, load_artefact, write_text
 from headwise.bundled import DATA
@@ -55,6 +55,9 @@ class Study(_Strict):
     plan: PlanSettings = PlanSettings(preset="pass1")
     recipe: str | None = None
     changes: dict[str, Any] = {}  # changes to that recipe
+    # Learning rate: one for all arms; a grid, of which each arm takes its own best on the corpus's
+    # validation text, never on held-out text; None: each arm has that of its recipe.
+    rate: PositiveFloat | list[PositiveFloat] | None = None
     arms: list[StudyArm] = Field(min_length=1)
     seeds: list[NonNegativeInt] = Field(default=[0], min_length=1)
     max_length: int = Field(default=512, ge=2)
@@ -62,6 +65,16 @@ class Study(_Strict):
     batch_size: int = Field(default=8, ge=1)
     ablate: Literal["all", "operated", "none"] = "all"  # heads that are ablated one by one
     completions: int = Field(default=10, ge=0)  # prompts by each arm of the first seed
+
+    @property
+    def rate_rule(self) -> str:
+        """At which learning rates its arms are compared, in words."""
+        if self.rate is None:
+            return "every arm at the rate of its own recipe"
+        if isinstance(self.rate, float):
+            return f"all arms at one rate, {self.rate:g}"
+        grid = ", ".join(f"{rate:g}" for rate in self.rate)
+        return f"every arm at its best of {grid} on the corpus's validation text"
 
     def request(self, arm: StudyArm, seed: int, plan: SurgeryPlan | None = None) -> RepairRequest:
         """What one run of an arm asks of `repair`; a contradiction is refused."""
@@ -72,7 +85,12 @@ class Study(_Strict):
             treatment=arm.treatment,
             dose=arm.dose,
             recipe=recipe,
-            changes={**own, **self.changes, **arm.recipe},
+            changes={
+                **own,
+                **self.changes,
+                **arm.recipe,
+                **({"lr": self.rate} if isinstance(self.rate, float) else {}),
+            },
             seed=seed,
         )
 
@@ -120,6 +138,7 @@ corpora:
 plan: {{heads: sick}}     # or e.g. 'first_token_mass > 0.9 & layer >= 4'
 # recipe: patient       # by default one that fits the model; changes to it:
 # changes: {{steps: 300, lr: 0.001}}
+# rate: [0.0003, 0.001, 0.003]  # every arm at its own best of these; a number: all at that one
 seeds: [0, 1, 2]
 arms:
   - {{name: surgery, mode: surgery}}

@@ -20,6 +20,8 @@ from headwise.intervals import Interval, paired_interval
 from headwise.proof.values import Evaluation, HeadCost, identity_of
 from headwise.provenance import Provenance
 from headwise.studies.study import Study
+from headwise.surgery.run_state import RUN
+from headwise.surgery.values import RunSettings
 from headwise.tables import table, tables_html
 from headwise.values import Finite, from_plain, plain_fields
 
@@ -77,6 +79,8 @@ class StudySummary:
     against_stock: Mapping[str, Mapping[str, ArmDifference]]
     between_arms: Mapping[str, Mapping[str, ArmDifference]] = field(repr=False)
     provenance: Provenance = field(repr=False)
+    rate_rule: str = ""  # at which learning rates the arms are compared; "": an older one
+    rates: Mapping[str, tuple[Finite, ...]] = field(default_factory=dict)  # by arm and seed
     identity: str = ""  # of the evaluations that it was made from; "": an older one does not say
 
     def __repr__(self) -> str:
@@ -120,6 +124,8 @@ def summarise_study(out: Path, study: Study) -> StudySummary:
     pairs = {f"{a} - {b}": (arms[a], arms[b]) for a in arms for b in arms if a != b}
     return StudySummary(
         study=study.name,
+        rate_rule=study.rate_rule,
+        rates={arm.name: _rates(out, study, arm.name) for arm in study.arms},
         arms={name: _arm(name, seeds, stock) for name, seeds in arms.items()},
         against_stock={
             name: {text: arm_difference(seeds, [stock], text) for text in stock.text_sets}
@@ -132,6 +138,13 @@ def summarise_study(out: Path, study: Study) -> StudySummary:
         provenance=Provenance(versions=versions()),
         identity=identity_of([stock, *(one for seeds in arms.values() for one in seeds)]),
     )
+
+
+def _rates(out: Path, study: Study, arm: str) -> tuple[float, ...]:
+    """The learning rate of each seed's run; none where nothing was trained."""
+    folders = [out / "runs" / f"{arm}-s{seed}" for one, seed in study.runs() if one.name == arm]
+    recipes = [RunSettings.load(folder).recipe for folder in folders if (folder / RUN).exists()]
+    return tuple(recipe.lr for recipe in recipes if recipe.steps)
 
 
 def _evaluations(out: Path, study: Study, arm: str) -> list[Evaluation]:
