@@ -357,6 +357,7 @@ def test_epochs_are_counted_in_steps_of_this_corpus():
     )
     assert recipe.steps == round(2 * blocks / 4)
     assert recipe.checkpoint_every == round(blocks / 4)
+    assert fitted({"epochs": None, "steps": 5})[0].steps == 5  # as a study hands them on
     with pytest.raises(SettingsError, match="both steps and epochs"):
         fitted({"epochs": 2, "steps": 5})
 

@@ -63,7 +63,7 @@ def fit_request(
 
     With `judged` a small corpus gives up to half of its documents for a verdict.
     """
-    if {"steps", "epochs"} <= set(request.changes):
+    if request.changes.get("steps") is not None and request.changes.get("epochs") is not None:
         raise SettingsError("both steps and epochs are given", fix="say how long in one of them")
     recipe = first_recipe(loaded.id, loaded.model, request)
     fitted = _given(loaded.id, request) is None
