@@ -235,7 +235,9 @@ def triage_of(classes: dict[str, str]) -> Triage:
     """A triage of the stock model, of which only the classes matter."""
     none = Interval(0.0, 0.0, 0.0)
     heads = {
-        name: HeadTriage(none, none, none, none, none, "release", False, False, DOCUMENTS, label)
+        name: HeadTriage(
+            none, none, none, none, none, "release", False, False, DOCUMENTS, class_=label
+        )
         for name, label in classes.items()
     }
     decisions = Decisions("t", (DOCUMENTS,), (1.0,), 1.0)
