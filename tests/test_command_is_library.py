@@ -19,6 +19,7 @@ from headwise.handover.push import push
 from headwise.plasticity.settings import CaptureSettings
 from headwise.proof.completed_texts import read_prompts
 from headwise.proof.settings import Sampling
+from headwise.pruning.settings import PruneSettings, SearchSettings, StreamSettings
 from planned import small_texts
 
 STUDY = """
@@ -45,6 +46,10 @@ COMMANDS = {  # verb: what is typed, in the order of the story
     "triage": f"triage model --diagnosis d --heads L0H1 {SHORT} --out t",
     "repair": "repair model --plan plan.yaml --corpus corpus.jsonl --steps 2 --block 24 "
     "--batch-size 2 --out run",
+    "prune": "prune model --texts corpus.jsonl --max-length 24 --max-texts 24 --exact 2 --width 1 "
+    "--curve 0 --no-figures --out prune",
+    "stream": "stream model --texts corpus.jsonl --max-length 24 --max-texts 24 --first 2 "
+    "--recent 4 --exact 2 --width 1 --curve 0 --no-figures --out stream",
     "evaluate": f"evaluate model {SHORT} --heads L0H1 --out before",
     "evaluate --patch": f"evaluate model {SHORT} --heads L0H1 --patch {PATCH} --out after",
     "evaluate by default": "evaluate model --heads none --max-length 16 --out default",
@@ -89,6 +94,15 @@ def by_library(verb):
         corpus = headwise.read_texts(["corpus.jsonl"])
         plan = headwise.SurgeryPlan.load(plan)
         headwise.repair(loaded, plan, corpus, changes=CHANGES, out="run")
+    elif verb in ("prune", "stream"):
+        corpus = headwise.read_texts(["corpus.jsonl"])
+        search = SearchSettings(max_texts=24, exact=2, width=1, curve=0)
+        if verb == "prune":
+            how = PruneSettings(search, max_length=24)
+            headwise.prune(loaded, corpus, out="prune", settings=how)
+        else:
+            how = StreamSettings(search, first=2, recent=4, max_length=24)
+            headwise.stream(loaded, corpus, out="stream", settings=how)
     elif verb == "evaluate":
         found = headwise.evaluate(loaded, [texts], heads="L0H1", **short)
         found.save(Path("before/evaluation.json"))

@@ -29,6 +29,25 @@ SMALLER = {
     "complete": ["--new-tokens", "2"],
     "capture": ["--max-length", "64", "--layers", "4", "--buckets", "uniform:16"],
     "plasticity": ["--no-figures"],
+    "prune": "--max-length 32 --max-texts 24 --exact 3 --width 1 --most 2 --curve 0".split(),  # noqa: SIM905
+    "stream": [
+        "--max-length",
+        "48",
+        "--max-texts",
+        "24",
+        "--first",
+        "4",
+        "--recent",
+        "16",
+        "--exact",
+        "3",
+        "--width",
+        "1",
+        "--most",
+        "2",
+        "--curve",
+        "0",
+    ],
     "study": ["--dry-run"],
 }
 
@@ -48,7 +67,7 @@ def commands(text: str) -> list[list[str]]:
 
 def quick(words: list[str]) -> list[str]:
     """The command on the patient, with few texts and steps."""
-    corpus = "train.jsonl" if words[0] == "repair" else "few.jsonl"
+    corpus = "train.jsonl" if words[0] in ("repair", "prune", "stream") else "few.jsonl"
     told = [{"MODEL": "patient", "my_texts/": corpus}.get(word, word) for word in words]
     given = {word for word in told if word.startswith("--")}
     extra = SMALLER.get(told[0], [])

@@ -24,6 +24,7 @@ from headwise.forward.tap import tapped
 from headwise.heads import Head, format_heads
 from headwise.models.architectures import dense_weight, geometry_of, projection_name, projection_of
 from headwise.models.loaded_model import LoadedModel
+from headwise.models.loading import quietly
 from headwise.models.patch import Patch
 from headwise.models.slices import Span, head_spans
 from headwise.surgery.plan import plans_of
@@ -81,8 +82,9 @@ def shrink(loaded: LoadedModel, patch: Patch, out: Path) -> Shrunken:
             f"its logits would differ by {difference:.1e} of their size: something in it depends "
             "on the number of a head",
         )
-    small.save_pretrained(out)
-    loaded.tokenizer.save_pretrained(out)
+    with quietly():
+        small.save_pretrained(out)
+        loaded.tokenizer.save_pretrained(out)
     shape, weights = geometry_of(model), sum(p.numel() for p in small.parameters())
     each = model.dtype.itemsize * (shape.key_dim + shape.head_dim) * shape.num_layers
     shrunken = Shrunken(
