@@ -31,6 +31,9 @@ SMALLER = {
     "plasticity": ["--no-figures"],
     "prune": "--max-length 32 --max-texts 24 --exact 3 --width 1 --most 2 --curve 0".split(),  # noqa: SIM905
     "stream": [
+        *("--max-length", "48", "--max-texts", "24", "--first", "4", "--recent", "16"),
+        *("--exact", "3", "--width", "1", "--most", "2", "--curve", "0"),
+    ],
         "--max-length",
         "48",
         "--max-texts",
