@@ -45,6 +45,7 @@ from headwise.values import to_plain
 
 DIAGNOSIS, TRIAGE, PAGE = "diagnosis.json", "triage.json", "report.html"
 _TRIAGE_SHARE = 0.5  # of the time that is left, where heads that can go are looked for too
+_MOST_TEXTS = 120  # of a diagnosis
 _FEWEST = 4  # heads that a triage is worth starting for
 # how thoroughly heads that can go are looked for: the first that fits the time is taken
 _SEARCHES = (
@@ -164,10 +165,20 @@ class _Work:
                 fix="headwise check MODEL says more",
             )
         measured = diagnose(
-            self.loaded, self.texts, max_length=self.settings.max_length, progress=self.progress
+            self.loaded,
+            self._diagnosed_texts(),
+            max_length=self.settings.max_length,
+            progress=self.progress,
         )
         measured.save(self.out / DIAGNOSIS)
         return measured, None
+
+    def _diagnosed_texts(self) -> TextSet | None:
+        """As many of the given texts as a third of the budget reads, eight at least."""
+        if self.texts is None:
+            return None
+        most = int(self.clock.tokens(1 / 3) / self.settings.max_length)
+        return TextSet(self.texts.name, self.texts.texts[: min(max(most, 8), _MOST_TEXTS)])
 
     def _triage(self, answer: Checkup, diagnosis: Diagnosis, earlier: Checkup | None) -> Checkup:
         """Why heads are sick, those first that to first order promise most."""
