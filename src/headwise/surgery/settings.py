@@ -24,7 +24,7 @@ class RepairRequest(RepairSettings):
     plan: SurgeryPlan | None = field(default=None, repr=False)  # None: auto looks for ill heads
     recipe: Recipe | None = field(default=None, repr=False)  # None: fitted to model and corpus
     # to the recipe, applied last
-    changes: Mapping[str, float | bool | str] = field(default_factory=dict)
+    changes: Mapping[str, float | bool | str | None] = field(default_factory=dict)
     keep: TextInfo | None = None  # text on which the model is held to what stock says
     also: TextInfo | None = (
         None  # other text that auto's patch is judged on; None: keep, or bundled

@@ -135,7 +135,7 @@ def repair(
     keep: TextSet | Sequence[str] | None = None,
     also: TextSet | Sequence[str] | None = None,
     bos: bool | None = None,
-    changes: Mapping[str, float | bool | str] | None = None,
+    changes: Mapping[str, float | bool | str | None] | None = None,
     budget: Budget = unlimited,
     progress: Progress = silent,
 ) -> RepairRun:
