@@ -71,7 +71,10 @@ def judged(value, low, high):
 
 def test_a_triage_marks_the_costs_that_are_not_0_and_keeps_to_80_columns():
     heads = {"L10H10": judged(-1.23456, -2.0, -0.5), "L11H11": judged(0.01, -0.01, 0.03)}
-    found = SimpleNamespace(heads=heads, model=SimpleNamespace(short_name="a" * 32))
+    diagnosis = diagnosis_of(stock_mass())
+    found = SimpleNamespace(
+        heads=heads, model=SimpleNamespace(short_name="a" * 32), diagnosis=diagnosis
+    )
     lengths, text = widths(rich_table(triage_table(found)))
     assert max(lengths) <= 80
     assert "-1.2346*" in text
