@@ -58,7 +58,7 @@ def plan(loaded):
 
 def judged_corpus():
     """A random corpus whose validation blocks are documents of their own."""
-    corpus = random_corpus(validation=3, length=24)
+    corpus = random_corpus(validation=8, length=24)
     rows = enumerate(corpus.validation)
     return replace(corpus, validation=tuple(replace(b, index=(n,)) for n, b in rows))
 
