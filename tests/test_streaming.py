@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from conftest import tiny_language_model, tiny_tokenizer
 from headwise.diagnosis.diagnose import diagnose
 from headwise.errors import ModelError, UnknownArchitectureError
-from headwise.forward import layer_by_layer
+from headwise.forward import tap
 from headwise.forward.interventions import UNSINK, ZERO, Variant
 from headwise.forward.variant_losses import variant_losses
 from headwise.heads import Head
@@ -313,7 +313,13 @@ def test_a_nan_in_a_streamed_layer_is_named(tmp_path):
 
 
 def test_a_streamed_layer_that_is_not_what_its_row_says_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(layer_by_layer, "_EXACT", -1.0)
+    own = tap.attend
+
+    def louder(scores, v):
+        out, lse = own(scores, v)
+        return out * 1.1, lse
+
+    monkeypatch.setattr(tap, "attend", louder)
     loaded = load_model(saved("llama", tmp_path), bos=False, stream=True)
     with pytest.raises(UnknownArchitectureError, match="output of layer 0 differs"):
         diagnose(loaded, TEXTS)
