@@ -18,7 +18,7 @@ from headwise.heads import Head, all_heads
 from headwise.progress import Progress, silent
 
 if TYPE_CHECKING:
-    from headwise.proof.usefulness import Usefulness
+    from headwise.staged import Staged
 
 ORDERS = 6
 Costs = Float[np.ndarray, "head document"]
@@ -55,14 +55,16 @@ def bench_decisions(
 ) -> list[DecisionsRow]:
     """Every head of the patient on its held-out text, or of another model on its speeches."""
     heads, costs, tokens = _measured(model or "patient", texts, length, progress)
-    fixed = _fixed(heads, costs, tokens).verdicts()
+    from headwise.proof.usefulness import verdicts
+
+    fixed = verdicts(_fixed(costs, tokens))
     orders = [np.random.default_rng(seed).permutation(len(tokens)) for seed in range(ORDERS)]
-    found = [_staged(heads, costs[:, order], tokens[order]) for order in orders]
+    found = [_staged(costs[:, order], tokens[order]) for order in orders]
     work = [_work(one) for one in found]
-    decided = [list(zip(fixed, one.verdicts(), strict=True)) for one in found]
+    decided = [list(zip(fixed, verdicts(one), strict=True)) for one in found]
     lost = [sum(a != b == "undecided" for a, b in pairs) for pairs in decided]
     turned = [sum("undecided" not in (a, b) and a != b for a, b in pairs) for pairs in decided]
-    wrong = _false_discoveries(heads, costs, tokens, draws)
+    wrong = _false_discoveries(costs, tokens, draws)
     return [
         DecisionsRow(
             heads=len(heads),
@@ -98,35 +100,34 @@ def _measured(
     return heads, costs[:, 0], np.array([len(ids) - 1 for ids in encoded])
 
 
-def _fixed(heads: tuple[Head, ...], costs: Costs, tokens: Tokens) -> Usefulness:
+def _fixed(costs: Costs, tokens: Tokens) -> Staged:
     """One look at all texts."""
-    from headwise.proof.usefulness import Usefulness
     from headwise.staged import Staged
 
-    last = np.zeros(len(heads), dtype=int)
-    return Usefulness(heads, Staged((len(tokens),), costs[:, None], tokens, last))
+    return Staged((len(tokens),), costs[:, None], tokens, np.zeros(len(costs), dtype=int))
 
 
-def _staged(heads: tuple[Head, ...], costs: Costs, tokens: Tokens) -> Usefulness:
+def _staged(costs: Costs, tokens: Tokens) -> Staged:
     from headwise.proof.usefulness import decide
 
     def measure(rows: Sequence[int], texts: Sequence[int]) -> np.ndarray:
         found: np.ndarray = costs[np.ix_(rows, texts)][:, None]
         return found
 
-    return decide(heads, tokens, measure)
+    return decide(len(costs), tokens, measure)
 
 
-def _work(found: Usefulness) -> float:
+def _work(found: Staged) -> float:
     """Zero ablations, and mean ablations of useful heads on a few texts, of both on all texts."""
+    from headwise.proof.usefulness import useful_rows
     from headwise.staged import FIRST_LOOK
 
-    tokens = found.staged.tokens
-    means = float(found.useful().mean() * tokens[:FIRST_LOOK].sum() / tokens.sum())
-    return (found.staged.work + means) / 2
+    tokens = found.tokens
+    means = float(useful_rows(found).mean() * tokens[:FIRST_LOOK].sum() / tokens.sum())
+    return (found.work + means) / 2
 
 
-def _false_discoveries(heads: tuple[Head, ...], costs: Costs, tokens: Tokens, draws: int) -> float:
+def _false_discoveries(costs: Costs, tokens: Tokens, draws: int) -> float:
     """Share of draws without any effect in which some head is found useful or harmful."""
     from headwise.staged import discoveries
 
@@ -134,7 +135,7 @@ def _false_discoveries(heads: tuple[Head, ...], costs: Costs, tokens: Tokens, dr
     random, one, wrong = np.random.default_rng(0), np.ones(1), 0
     for _ in range(draws):
         drawn = random.integers(0, len(tokens), len(tokens))
-        staged = _staged(heads, centred[:, drawn], tokens[drawn]).staged
-        p_values = [staged.p_value(row, one) for row in range(len(heads))]
+        staged = _staged(centred[:, drawn], tokens[drawn])
+        p_values = [staged.p_value(row, one) for row in range(len(costs))]
         wrong += bool(discoveries(np.array(p_values)).any())
     return wrong / draws

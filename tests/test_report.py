@@ -25,15 +25,14 @@ from headwise.errors import ArtefactError, HeadwiseError
 from headwise.intervals import Interval
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.values import model_name
-from headwise.proof.values import Evaluation
+from headwise.proof.values import Evaluation, Recovery
 from headwise.report import write as report
 from headwise.report.drift import moved_untouched
-from headwise.report.effect import Effect
+from headwise.report.effect import effect_text, recovered_text, untested_text
 from headwise.report.figures import cascade_counts, panels
 from headwise.report.page import as_symbols
 from headwise.report.paper.figures import published_figures
 from headwise.report.payload import page_payload
-from headwise.report.recovered import Recovered
 from headwise.report.source import MASS, read_source, stock_of
 from headwise.report.verdict import judge, main_run
 from headwise.surgery.values import RunSettings
@@ -508,20 +507,21 @@ def test_tables_and_page_are_made_without_torch(study, tmp_path):
 
 
 def test_the_effect_has_a_size_in_words():
-    assert str(Effect(-0.05, 3.0, 7.0)) == (
+    assert effect_text(Interval(-0.05, -0.06, -0.04), 3.0, 7.0) == (
         "Perplexity falls by 4.9% (20.09 to 19.11): a gain of 1.2% of what stock knows beyond "
         "token frequencies (stock 3.00 nats per token, a unigram model 7.00)."
     )
-    assert str(Effect(2.4, 4.6, 4.7)).startswith(
+    assert effect_text(Interval(2.4, 2.3, 2.5), 4.6, 4.7).startswith(
         "Perplexity rises by 1002% (99.48 to 1097): a loss of more than all stock knows beyond"
     )
-    assert str(Effect(-0.0002, 3.0, None)) == "Perplexity falls by 0.02% (20.09 to 20.08)."
+    small = Interval(-0.0002, -0.0003, -0.0001)
+    assert effect_text(small, 3.0, None) == "Perplexity falls by 0.02% (20.09 to 20.08)."
 
 
 def test_an_effect_that_is_none_or_not_sure_is_not_called_a_gain():
-    assert str(Effect(0.0, 3.0, 7.0)) == "Perplexity stays at 20.09."
+    assert effect_text(Interval(0.0, 0.0, 0.0), 3.0, 7.0) == "Perplexity stays at 20.09."
     told = "Perplexity goes from 20.09 to 19.99, which may be chance."
-    assert str(Effect(-0.005, 3.0, 7.0, sure=False)) == told
+    assert effect_text(Interval(-0.005, -0.02, 0.01), 3.0, 7.0) == told
 
 
 def alarmed(source, stock):
@@ -600,8 +600,10 @@ def test_the_verdict_says_what_treated_heads_are_worth_alone_together_and_in_sto
 
 
 def test_heads_that_were_never_ablated_are_not_called_healthy_or_recovered():
-    assert Recovered((0,), (0,)).untested.startswith("No treated head was ablated")
-    assert str(Recovered((0,), (0,), were_ill=False)) == "none ill in stock"
+    ill = Recovery({}, 3, 3, judged=0, functional=0, exceptions=(), rule="", was_ill=3)
+    assert untested_text([ill]).startswith("No treated head was ablated")
+    assert recovered_text([ill]) == "none judged"
+    assert recovered_text([replace(ill, was_ill=0)]) == "none ill in stock"
 
 
 def test_a_triage_is_found_in_the_folder_and_told(study, tmp_path):

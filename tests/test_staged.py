@@ -7,8 +7,8 @@ import pytest
 
 from conftest import tiny_model
 from headwise.forward.mean_outputs import measure_means
-from headwise.heads import Head, all_heads
-from headwise.proof.usefulness import Usefulness, judge_heads
+from headwise.heads import all_heads
+from headwise.proof.usefulness import judge_heads, open_rows, verdicts
 from headwise.staged import (
     ERROR,
     Staged,
@@ -140,22 +140,20 @@ def test_heads_that_are_given_up_would_hardly_ever_have_been_decided():
     effects = generator.uniform(-0.001, 0.003, 400) * tokens.mean()
     scale = generator.uniform(0.1, 3, (400, 1))
     rows = scale * skewed(generator, (400, DOCUMENTS)) + effects[:, None]
-    heads = tuple(Head(0, i) for i in range(400))
 
     def judged(keep_open):
         def measure(some, documents):
             return rows[np.ix_(some, documents)][:, None]
 
-        found = in_stages(looks, tokens, (400, 1), measure, lambda s: keep_open(heads, s))
-        return Usefulness(heads, found)
+        return in_stages(looks, tokens, (400, 1), measure, keep_open)
 
-    whole = judged(lambda h, s: np.array(Usefulness(h, s).verdicts()) == "undecided")
-    quick = judged(lambda h, s: Usefulness(h, s).open_rows())
-    given_up = quick.staged.documents < whole.staged.documents
-    decided = np.array(whole.verdicts()) != "undecided"
+    whole = judged(lambda staged: np.array(verdicts(staged)) == "undecided")
+    quick = judged(open_rows)
+    given_up = quick.documents < whole.documents
+    decided = np.array(verdicts(whole)) != "undecided"
     assert 100 < given_up.sum() < 390
     assert (decided & given_up).sum() / given_up.sum() < 0.1
-    assert quick.staged.work < 0.92 * whole.staged.work
+    assert quick.work < 0.92 * whole.work
 
 
 def test_a_useful_head_is_decided_early_and_costs_what_the_fixed_path_says():
@@ -166,15 +164,16 @@ def test_a_useful_head_is_decided_early_and_costs_what_the_fixed_path_says():
     means = measure_means(model, batches(encoded, 8))
     found = judge_heads(model, encoded, heads, means)
     exact = ablate_sets(model, encoded, [[head] for head in heads])
-    assert found.staged.work < 1
+    assert found.decisions.share_of_all_work < 1
     order = document_order(32, 0)
-    for row, seen in enumerate(found.staged.documents):
-        taken = exact.deltas[row, order[:seen]]  # each head on the first documents of the order
-        assert found.staged.deltas[row, 0, :seen] == pytest.approx(taken, abs=1e-4)
-        assert not found.staged.deltas[row, 0, seen:].any()
-    useful = [name for name, cost in found.zero().items() if cost.useful]
-    assert useful == [str(h) for h, v in zip(heads, found.verdicts(), strict=True) if v == "useful"]
-    assert set(found.mean) == set(useful) != set()
+    for row, head in enumerate(heads):
+        cost = found.ablation_zero[str(head)]
+        taken = order[: cost.documents]  # each head on the first documents of the order
+        value = exact.deltas[row, taken].sum() / exact.tokens[taken].sum()
+        assert cost.value == pytest.approx(value, abs=1e-5)
+    assert min(cost.documents for cost in found.ablation_zero.values()) < 32
+    useful = [name for name, cost in found.ablation_zero.items() if cost.useful]
+    assert set(found.ablation_mean) == set(useful) != set()
 
 
 def test_a_head_is_called_not_useful_only_if_more_than_the_negligible_is_ruled_out():
@@ -182,5 +181,4 @@ def test_a_head_is_called_not_useful_only_if_more_than_the_negligible_is_ruled_o
     noise = np.random.default_rng(0).normal(0, 1, 8)
     rows = np.stack([0.01 * noise, 10 * noise, 20 + noise])
     staged = Staged((8,), rows[:, None], tokens, np.zeros(3, dtype=int))
-    heads = tuple(Head(0, i) for i in range(3))
-    assert Usefulness(heads, staged).verdicts() == ["not useful", "undecided", "useful"]
+    assert verdicts(staged) == ["not useful", "undecided", "useful"]

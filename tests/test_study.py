@@ -97,26 +97,26 @@ def test_bundled_studies_are_valid(tmp_path):
     names = sorted(path.stem for path in STUDIES.glob("*.yaml"))
     assert {"demo", "controls", "patient-paper", "bloom-1b7-paper"} <= set(names)
     for name in names:
-        assert estimate_study(load_study(name), tmp_path)
+        assert estimate_study(load_study(name), tmp_path).rows
 
 
 def test_the_estimate_is_of_the_files_that_a_run_leaves(tmp_path, model_dir, corpus_dir):
     path = write_study(tmp_path / "s.yaml", model_dir, corpus_dir)
     study = load_study(str(path))
     out = run_study(study, out=tmp_path / "out")
-    cost = estimate_study(study, out)[0]
+    *_, steps, tokens, minutes, megabytes = estimate_study(study, out).rows[0]
     weights = Patch.load(out / "runs" / "surgery-s0" / "patch.safetensors").num_weights
     kept = len(list((out / "runs" / "surgery-s0" / "checkpoints").glob("*.safetensors")))
-    assert cost.megabytes == pytest.approx(weights * (8 + 12 * kept) / 1e6, rel=0.05)
-    assert cost.minutes > 0
-    assert (cost.steps, cost.tokens) == (study.recipe_of(study.arms[0]).steps, cost.steps * 2 * 32)
+    assert megabytes == pytest.approx(weights * (8 + 12 * kept) / 1e6, rel=0.05)
+    assert minutes > 0
+    assert (steps, tokens * 1e6) == (study.recipe_of(study.arms[0]).steps, steps * 2 * 32)
 
 
 def test_an_estimate_without_the_model_says_so(tmp_path, model_dir, corpus_dir):
     path = write_study(tmp_path / "s.yaml", tmp_path / "missing", corpus_dir)
-    cost = estimate_study(load_study(str(path)), tmp_path)[0]
-    assert cost.minutes is cost.megabytes is None
-    (_, words) = cost_tables("s", [cost.row])
+    runs = estimate_study(load_study(str(path)), tmp_path)
+    assert runs.rows[0][-2:] == (None, None)
+    (_, words) = cost_tables(runs)
     assert "not at hand" in words
 
 

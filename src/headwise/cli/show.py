@@ -131,10 +131,10 @@ _SCREEN = 80  # columns of the narrowest terminal in use
 _MARGIN = 11  # columns before the first head of a grid
 
 
-def cost_tables(name: str, rows: Sequence[Sequence[object]]) -> list[RichTable | str]:
+def cost_tables(runs: Table) -> list[RichTable | str]:
     """What a study would run, and its totals; minutes and MB are the last two columns."""
-    columns = ("run", "corpus", "passes", "steps", "M tokens", "minutes", "MB")
-    shown: list[RichTable | str] = [rich_table(table(f"study {name}", columns, rows))]
+    rows = runs.rows
+    shown: list[RichTable | str] = [rich_table(runs)]
     if any(row[-2] is None for row in rows):
         shown.append("time and disk: unknown, the model's configuration is not at hand")
     else:

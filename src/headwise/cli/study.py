@@ -52,7 +52,7 @@ def study_verb(
     from headwise.studies.estimate import estimate_study  # late: what is above needs no torch
 
     folder = out or Path("out") / asked.name
-    for item in cost_tables(asked.name, [cost.row for cost in estimate_study(asked, folder)]):
+    for item in cost_tables(estimate_study(asked, folder)):
         screen.print(item)
     if dry_run:
         return

@@ -384,12 +384,11 @@ def _staged_costs(reading: _Reading, ablated: Ablated, means: Means) -> HeadCost
     joint = {name: some for name, some in ablated.items() if name.startswith(JOINT)}
     zero, mean, _ = _ablation_costs(reading, joint, means)
     stage("first-order estimates of all heads", reading.progress)
-    return HeadCosts(
-        len(reading.documents),
-        (single := judged.zero()) | zero,
-        dict(judged.mean) | mean,
-        _first_order(reading, single),
-        judged.staged.decisions(),
+    return replace(
+        judged,
+        ablation_zero={**judged.ablation_zero, **zero},
+        ablation_mean={**judged.ablation_mean, **mean},
+        first_order=_first_order(reading, judged.ablation_zero),
     )
 
 

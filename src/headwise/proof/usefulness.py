@@ -9,8 +9,7 @@ on five documents.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -22,7 +21,7 @@ from headwise.forward.variant_losses import head_costs
 from headwise.heads import Head
 from headwise.intervals import ERROR, Interval
 from headwise.progress import Progress, silent
-from headwise.proof.values import HeadCost
+from headwise.proof.values import HeadCost, HeadCosts
 from headwise.staged import (
     FIRST_LOOK,
     HOPE,
@@ -46,59 +45,41 @@ _FIRST_LOOK = 8
 _ONE = np.ones(1)
 
 
-@dataclass(frozen=True)
-class Usefulness:
-    """Every head's cost by zero ablation, and by mean ablation where the head is useful."""
-
-    heads: tuple[Head, ...]
-    staged: Staged = field(repr=False)
-    mean: Mapping[str, HeadCost] = field(default_factory=dict, repr=False)
-    negligible: float = NEGLIGIBLE
-
-    def cost(self, row: int) -> Interval:
-        """Change of loss per token, positive where the head was useful."""
-        return self.staged.interval(row, _ONE)
-
-    def useful(self) -> Bool[np.ndarray, "head"]:
-        """Discoveries whose whole interval lies above 0."""
-        rows = range(len(self.heads))
-        p_values = np.array([self.staged.p_value(row, _ONE) for row in rows])
-        above = np.array([self.cost(row).low > 0 for row in rows], dtype=bool)
-        useful: Bool[np.ndarray, "head"] = discoveries(p_values) & above
-        return useful
-
-    def verdicts(self) -> list[str]:
-        """`useful`, `not useful` or `undecided` for every head."""
-        return [
-            "useful"
-            if yes
-            else "not useful"
-            if self.cost(row).high < self.negligible
-            else "undecided"
-            for row, yes in enumerate(self.useful())
-        ]
-
-    def open_rows(self) -> Bool[np.ndarray, "head"]:
-        """Heads for which more text is worth its work: undecided, and not without hope of it."""
-        return np.array(
-            [
-                verdict == "undecided" and max(self.staged.chances(row, self.negligible)) > HOPE
-                for row, verdict in enumerate(self.verdicts())
-            ],
-            dtype=bool,
-        )
-
-    def zero(self) -> dict[str, HeadCost]:
-        """Costs by head name, as `evaluation.json` holds them."""
-        useful, documents = self.useful(), self.staged.documents
-        return {
-            str(head): _named(head, self.cost(row), int(documents[row]), bool(useful[row]))
-            for row, head in enumerate(self.heads)
-        }
+def useful_rows(staged: Staged) -> Bool[np.ndarray, "head"]:
+    """Discoveries whose whole interval lies above 0."""
+    rows = range(len(staged.last_look))
+    p_values = np.array([staged.p_value(row, _ONE) for row in rows])
+    above = np.array([staged.interval(row, _ONE).low > 0 for row in rows], dtype=bool)
+    useful: Bool[np.ndarray, "head"] = discoveries(p_values) & above
+    return useful
 
 
-def _named(head: Head, cost: Interval, documents: int, useful: bool | None = None) -> HeadCost:
-    return HeadCost(cost.value, cost.low, cost.high, (str(head),), useful, documents)
+def verdicts(staged: Staged) -> list[str]:
+    """`useful`, `not useful` or `undecided` for every head."""
+    return [
+        "useful"
+        if useful
+        else "not useful"
+        if staged.interval(row, _ONE).high < NEGLIGIBLE
+        else "undecided"
+        for row, useful in enumerate(useful_rows(staged))
+    ]
+
+
+def open_rows(staged: Staged) -> Bool[np.ndarray, "head"]:
+    """Heads for which more text is worth its work: undecided, and not without hope of it."""
+    return np.array(
+        [
+            verdict == "undecided" and max(staged.chances(row, NEGLIGIBLE)) > HOPE
+            for row, verdict in enumerate(verdicts(staged))
+        ],
+        dtype=bool,
+    )
+
+
+def decide(heads: int, tokens: Int[np.ndarray, "document"], measure: Measure) -> Staged:
+    """Ask for more documents of the heads that are still open, look by look."""
+    return in_stages(looks_at(len(tokens), _FIRST_LOOK), tokens, (heads, 1), measure, open_rows)
 
 
 def judge_heads(
@@ -109,9 +90,9 @@ def judge_heads(
     *,
     seed: int = 0,
     progress: Progress = silent,
-) -> Usefulness:
+) -> HeadCosts:
     """Ablate each head alone, until it is decided or the text is used up."""
-    chosen = tuple(sorted(heads))
+    chosen = sorted(heads)
     documents = [encoded[i] for i in document_order(len(encoded), seed)]
     tokens = np.array([len(ids) - 1 for ids in documents])
 
@@ -119,21 +100,20 @@ def judge_heads(
         texts, some = [documents[i] for i in taken], [chosen[row] for row in rows]
         return head_costs(model, texts, some, [ZERO], progress=progress)
 
-    judged = decide(chosen, tokens, measure)
-    useful = [head for head, yes in zip(chosen, judged.useful(), strict=True) if yes]
-    return replace(judged, mean=_mean_costs(model, documents[:FIRST_LOOK], useful, means))
+    staged = decide(len(chosen), tokens, measure)
+    zero = {
+        str(head): _named(head, staged.interval(row, _ONE), int(documents), bool(useful))
+        for row, (head, documents, useful) in enumerate(
+            zip(chosen, staged.documents, useful_rows(staged), strict=True)
+        )
+    }
+    useful = [head for head in chosen if zero[str(head)].useful]
+    mean = _mean_costs(model, documents[:FIRST_LOOK], useful, means)
+    return HeadCosts(len(encoded), zero, mean, decisions=staged.decisions())
 
 
-def decide(
-    heads: tuple[Head, ...], tokens: Int[np.ndarray, "document"], measure: Measure
-) -> Usefulness:
-    """Ask for more documents of the heads that are still open, look by look."""
-
-    def undecided(staged: Staged) -> Bool[np.ndarray, "row"]:
-        return Usefulness(heads, staged).open_rows()
-
-    looks = looks_at(len(tokens), _FIRST_LOOK)
-    return Usefulness(heads, in_stages(looks, tokens, (len(heads), 1), measure, undecided))
+def _named(head: Head, cost: Interval, documents: int, useful: bool | None = None) -> HeadCost:
+    return HeadCost(cost.value, cost.low, cost.high, (str(head),), useful, documents)
 
 
 def _mean_costs(

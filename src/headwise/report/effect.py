@@ -1,5 +1,5 @@
 """The size of an effect in words: what a change of loss does to perplexity, and its share of all
-that the model knows beyond token frequencies.
+that the model knows beyond token frequencies; and how many treated heads recovered.
 
 The share is the change over the distance from stock to a unigram model of the same text: 100% would
 be a model that is as far below stock as stock is below the unigram model.
@@ -7,54 +7,35 @@ be a model that is as far below stock as stock is below the unigram model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from math import exp
 
-from headwise.report.source import Condition, Source
+from headwise.intervals import Interval
+from headwise.proof.values import Recovery
 
 
-@dataclass(frozen=True)
-class Effect:
-    """A paired change of held-out loss beside the losses that give it a measure."""
+def perplexity_change(change: Interval, stock: float) -> str:
+    """Before and after a change of loss."""
+    return f"{exp(stock):.4g} to {exp(stock + change.value):.4g}"
 
-    change: float  # nats per token, over all seeds
-    stock: float  # the loss of stock
-    unigram: float | None  # of the same text
-    sure: bool = True  # whether the interval of the change leaves out 0
 
-    @property
-    def perplexity_change(self) -> float:
-        """Relative: -0.04 is 4% lower."""
-        return exp(self.change) - 1
-
-    @property
-    def share(self) -> float | None:
-        """Of the distance from stock to the unigram model; None where stock does not beat it."""
-        if self.unigram is None or self.unigram <= self.stock:
-            return None
-        return self.change / (self.unigram - self.stock)
-
-    @property
-    def perplexities(self) -> str:
-        """Before and after."""
-        return f"{exp(self.stock):.4g} to {exp(self.stock + self.change):.4g}"
-
-    def __str__(self) -> str:
-        if not self.change:
-            return f"Perplexity stays at {exp(self.stock):.4g}."
-        if not self.sure:
-            return f"Perplexity goes from {self.perplexities}, which may be chance."
-        way = "falls" if self.change < 0 else "rises"
-        told = f"Perplexity {way} by {_percent(self.perplexity_change)} ({self.perplexities})"
-        if self.share is None:
-            return f"{told}."
-        gain = "gain" if self.change < 0 else "loss"
-        size = "more than all" if self.share > 1 else f"{_percent(self.share)} of what"
-        return (
-            f"{told}: a {gain} of {size} stock knows beyond token "
-            f"frequencies (stock {self.stock:.2f} nats per token, a unigram model "
-            f"{self.unigram:.2f})."
-        )
+def effect_text(change: Interval, stock: float, unigram: float | None) -> str:
+    """A paired change of held-out loss, beside the losses of stock and of a unigram model."""
+    if not change.value:
+        return f"Perplexity stays at {exp(stock):.4g}."
+    between = perplexity_change(change, stock)
+    if change.low <= 0 <= change.high:
+        return f"Perplexity goes from {between}, which may be chance."
+    way, gain = ("falls", "gain") if change.value < 0 else ("rises", "loss")
+    text = f"Perplexity {way} by {_percent(exp(change.value) - 1)} ({between})"
+    if unigram is None or unigram <= stock:  # stock knows nothing beyond token frequencies
+        return f"{text}."
+    share = change.value / (unigram - stock)
+    size = "more than all" if share > 1 else f"{_percent(share)} of what"
+    return (
+        f"{text}: a {gain} of {size} stock knows beyond token frequencies "
+        f"(stock {stock:.2f} nats per token, a unigram model {unigram:.2f})."
+    )
 
 
 def _percent(share: float) -> str:
@@ -63,11 +44,35 @@ def _percent(share: float) -> str:
     return f"{size:.0f}%" if size >= 10 else f"{size:.2g}%"
 
 
-def effect_of(source: Source, main: Condition) -> Effect | None:
-    """The effect of an arm on the judged text set; None before it was evaluated."""
-    change, name = source.against_stock(main.arm), source.judged_set
-    stock = None if source.stock is None or name is None else source.stock.text_sets.get(name)
-    if change is None or stock is None:
-        return None
-    sure = change.high < 0 or change.low > 0
-    return Effect(change.value, stock.loss.value, stock.unigram_loss, sure)
+def recovered_text(seeds: Sequence[Recovery]) -> str:
+    """How many heads recovered of those that were ill and judged: `2 to 4 of 20`."""
+    if untested_text(seeds):
+        return "none judged" if _some_were_ill(seeds) else "none ill in stock"
+    return _counts([r.functional for r in seeds], [r.judged for r in seeds])
+
+
+def not_sick_text(seeds: Sequence[Recovery]) -> str:
+    """How many of all operated heads are not sick by first-token mass."""
+    return _counts([r.not_sick for r in seeds], [r.operated for r in seeds])
+
+
+def untested_text(seeds: Sequence[Recovery]) -> str:
+    """Why no head was put to the test; empty if one was."""
+    if any(r.judged for r in seeds):
+        return ""
+    if _some_were_ill(seeds):
+        return "No treated head was ablated, so none can be called recovered."
+    return "No treated head was ill in stock, so none can recover."
+
+
+def _some_were_ill(seeds: Sequence[Recovery]) -> bool:
+    # an older file counts sick heads alone, or says nothing
+    return any((r.was_sick if r.was_ill is None else r.was_ill) != 0 for r in seeds)
+
+
+def _counts(passed: Sequence[int], tested: Sequence[int]) -> str:
+    """A range over seeds, or each seed by itself if they tested different numbers of heads."""
+    if len(set(tested)) > 1:
+        return " and ".join(f"{p} of {t}" for p, t in zip(passed, tested, strict=True))
+    low, high = min(passed), max(passed)
+    return (str(low) if low == high else f"{low} to {high}") + f" of {tested[0]}"

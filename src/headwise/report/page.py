@@ -10,6 +10,7 @@ import base64
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import exp
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -19,10 +20,9 @@ from headwise.intervals import Interval
 from headwise.models.values import ModelInfo
 from headwise.proof.completed_texts import Completions
 from headwise.provenance import Provenance
-from headwise.report.effect import effect_of
+from headwise.report.effect import perplexity_change, recovered_text, untested_text
 from headwise.report.finding import Verdict
 from headwise.report.payload import as_script, page_payload
-from headwise.report.recovered import recovered
 from headwise.report.source import Source
 from headwise.report.verdict import main_run
 from headwise.tables import Table, table
@@ -115,26 +115,29 @@ def _cards(source: Source) -> list[tuple[str, str, str]]:
         counts = main.diagnosis.counts
         told = f"{counts['sick']} of {counts['total']}"
         cards.append((f"sick after {main.arm}", told, "by first-token mass alone"))
-    found = recovered(source, main.arm)
-    if found:
+    if seeds := source.recoveries(main.arm):
         note = "not sick, and losing them costs more than in stock"
-        cards.append(("functionally recovered", str(found), note))
+        cards.append(("functionally recovered", recovered_text(seeds), note))
     change = source.against_stock(main.arm)
     if change is not None:
         note = f"{change.low:+.4f} to {change.high:+.4f} nats per token"
         cards.append(("held-out loss", f"{change.value:+.4f}", note))
-    effect = effect_of(source, main)
-    if effect is not None:
-        told = f"{effect.perplexity_change:+.2%}"
-        cards.append(("perplexity", told, effect.perplexities))
+    losses = source.stock_losses()
+    if change is not None and losses is not None:
+        told = f"{exp(change.value) - 1:+.2%}"
+        cards.append(("perplexity", told, perplexity_change(change, losses.loss.value)))
     return cards
 
 
 def _changes(source: Source) -> list[tuple[str, Interval, str]]:
     """Every arm's change of loss, and how many of its heads recovered."""
     changes = [(arm, source.against_stock(arm)) for arm in source.arms()]
-    counts = {arm: recovered(source, arm) for arm in source.arms()}
-    functional = {arm: f"{c} heads functional" for arm, c in counts.items() if c and c.tested}
+    seeds = {arm: source.recoveries(arm) for arm in source.arms()}
+    functional = {
+        arm: f"{recovered_text(some)} heads functional"
+        for arm, some in seeds.items()
+        if some and not untested_text(some)
+    }
     return [(arm, change, functional.get(arm, "")) for arm, change in changes if change]
 
 

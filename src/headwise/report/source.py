@@ -25,7 +25,13 @@ from headwise.proof.compare import compare
 from headwise.proof.completed_texts import Completions
 from headwise.proof.origins import completions_origin, origin_of, stock_of_run
 from headwise.proof.trajectories import run_maps
-from headwise.proof.values import Comparison, DocumentLosses, Evaluation, identity_of
+from headwise.proof.values import (
+    Comparison,
+    DocumentLosses,
+    Evaluation,
+    Recovery,
+    identity_of,
+)
 from headwise.proof.zones import Map, Mask, Zones, zones_of
 from headwise.provenance import Origin, require_same_origin
 from headwise.studies.study import started_study
@@ -229,6 +235,16 @@ class Source:
         comparison = self.of_arm(arm)[0].comparison
         paired = None if comparison is None else comparison.losses.get(name)
         return None if paired is None else paired.difference
+
+    def stock_losses(self) -> DocumentLosses | None:
+        """Of stock on the judged text set."""
+        losses = {} if self.stock is None else self.stock.text_sets
+        return losses.get(self.judged_set or "")
+
+    def recoveries(self, arm: str) -> list[Recovery]:
+        """What became of the treated heads of an arm, for every seed that says so."""
+        evaluations = [c.evaluation for c in self.of_arm(arm)]
+        return [e.recovery for e in evaluations if e is not None and e.recovery is not None]
 
     def stock_validation(self, condition: Condition) -> float | None:
         """Stock's loss on a run's validation text: step 0 of an arm that does not operate."""

@@ -18,9 +18,14 @@ from headwise.diagnosis.values import Diagnosis
 from headwise.heads import heads_where
 from headwise.intervals import Interval
 from headwise.report.drift import moved_untouched
-from headwise.report.effect import effect_of
+from headwise.report.effect import (
+    effect_text,
+    not_sick_text,
+    perplexity_change,
+    recovered_text,
+    untested_text,
+)
 from headwise.report.finding import Finding, Tone, Verdict, film_verdict
-from headwise.report.recovered import recovered
 from headwise.report.source import Condition, Source
 
 # what each control holds fixed, and so what a difference to it is due to
@@ -93,19 +98,20 @@ def _judge(source: Source) -> Verdict:
 
 def _basis(source: Source, main: Condition) -> str:
     """The size of the effect, steps, seeds and recovered heads: what a headline must not hide."""
-    effect = effect_of(source, main)
-    size = f"{effect} " if effect else ""
-    worse = [name for name, change in _elsewhere(source, main) if change.low > 0]
-    if worse and effect and effect.change < 0:
+    change, losses, size = source.against_stock(main.arm), source.stock_losses(), ""
+    if change is not None and losses is not None:
+        size = effect_text(change, losses.loss.value, losses.unigram_loss) + " "
+    worse = [name for name, other in _elsewhere(source, main) if other.low > 0]
+    if worse and size and change is not None and change.value < 0:
         size += f"Text of {_listed(worse)} is read worse for it. "
     if main.run is None:
         return size.strip()
     passes = [c.run for c in source.runs if (c.arm, c.seed) == (main.arm, main.seed) and c.run]
     steps, seeds = sum(run.recipe.steps for run in passes), len(source.of_arm(main.arm))
     text = f"After {steps} training steps, {seeds} seed{'s' * (seeds > 1)}"
-    ours = recovered(source, main.arm)
-    if ours and ours.tested:
-        text += f"; {ours} judged heads functionally recovered"
+    ours = source.recoveries(main.arm)
+    if ours and not untested_text(ours):
+        text += f"; {recovered_text(ours)} judged heads functionally recovered"
     several = len({condition.arm for condition in source.runs}) > 1
     return (
         f"{size}{text}." + several * " Other budgets may order the arms otherwise." + _rates(source)
@@ -304,16 +310,16 @@ def _count(number: int, noun: str) -> str:
 
 
 def _by_mass(source: Source, main: Condition) -> Finding | None:
-    ours = recovered(source, main.arm, "not_sick")
-    if ours is None:
+    ours = source.recoveries(main.arm)
+    if not ours:
         return None
-    text = f"{ours} operated heads are not sick by first-token mass."
-    sham = next((c.arm for c in source.finals if c.mode == "sham"), None)
-    untrained = recovered(source, sham, "not_sick") if sham else None
+    text = f"{not_sick_text(ours)} operated heads are not sick by first-token mass."
+    sham = next((c.arm for c in source.finals if c.mode == "sham"), main.arm)
+    untrained = source.recoveries(sham)
     if untrained and sham != main.arm:
         text += (
-            f" That says little: in the sham, where nothing was learnt, {untrained} pass too. A "
-            "random head looks healthy by this measure."
+            f" That says little: in the sham, where nothing was learnt, "
+            f"{not_sick_text(untrained)} pass too. A random head looks healthy by this measure."
         )
     else:
         text += " That alone is no recovery: a head passes the moment it is reinitialised."
@@ -321,21 +327,21 @@ def _by_mass(source: Source, main: Condition) -> Finding | None:
 
 
 def _by_function(source: Source, main: Condition) -> Finding | None:
-    ours = recovered(source, main.arm)
-    if ours is None:
+    ours = source.recoveries(main.arm)
+    if not ours:
         return None
-    if not ours.tested:
-        return Finding("By function", ours.untested, "caution")
+    if untested := untested_text(ours):
+        return Finding("By function", untested, "caution")
     text = (
-        f"Alone: {ours} judged heads are functionally recovered: ill in stock, not ill now, and "
-        "ablating them costs held-out loss, more than it did in stock, with 95% confidence."
-        + _together(main)
+        f"Alone: {recovered_text(ours)} judged heads are functionally recovered: ill in stock, "
+        "not ill now, and ablating them costs held-out loss, more than it did in stock, with 95% "
+        "confidence." + _together(main)
     )
-    others = []
-    for arm in source.arms():
-        found = None if arm == main.arm else recovered(source, arm)
-        if found:
-            others.append(f"{arm} {found}")
+    others = [
+        f"{arm} {recovered_text(found)}"
+        for arm in source.arms()
+        if arm != main.arm and (found := source.recoveries(arm))
+    ]
     if others:
         text += f" Beside it: {'; '.join(others)}."
     useful = _useful_in_stock(source, main)
@@ -345,7 +351,7 @@ def _by_function(source: Source, main: Condition) -> Finding | None:
         )
     # heads that work in a model that reads worse are no success: the loss gives the colour
     change = source.against_stock(main.arm)
-    most = 2 * sum(ours.passed) > sum(ours.operated)
+    most = 2 * sum(r.functional for r in ours) > sum(r.judged for r in ours)
     tone: Tone = "plain"
     if change is not None and (change.high < 0 or change.low > 0):
         tone = "bad" if change.low > 0 else "good" if most else "plain"
@@ -403,10 +409,10 @@ def _loss(source: Source, main: Condition) -> Finding | None:
     change = source.against_stock(main.arm)
     if change is None:
         return None
-    effect = effect_of(source, main)
+    losses = source.stock_losses()
     text = f"Held-out loss changed by {interval(change)} nats per token against stock"
-    if effect:
-        text += f"; perplexity {effect.perplexities}"
+    if losses is not None:
+        text += f"; perplexity {perplexity_change(change, losses.loss.value)}"
     tone: Tone = "good" if change.high < 0 else "bad" if change.low > 0 else "plain"
     others = [f"on {name} {interval(other)}" for name, other in _elsewhere(source, main)]
     tail = f" Elsewhere: {'; '.join(others)}." if others else ""

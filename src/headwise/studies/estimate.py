@@ -6,7 +6,6 @@ configuration.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,6 +24,7 @@ from headwise.studies.study import Study, StudyArm
 from headwise.surgery.fitting import first_recipe
 from headwise.surgery.plan import make_plan
 from headwise.surgery.settings import TRAINED
+from headwise.tables import Entry, Table, table
 from headwise.therapy.repair import repair_work
 
 ASSUMED_SHARE = 0.4  # of the heads are sick, until the stock model has been diagnosed
@@ -33,35 +33,20 @@ ASSUMED_SHARE = 0.4  # of the heads are sick, until the stock model has been dia
 _PATCH_BYTES, _CHECKPOINT_BYTES = 8, 12  # a weight: before and after; master and two moments
 
 
-@dataclass(frozen=True)
-class RunCost:
-    """One arm with one seed. Minutes and megabytes are None where the model is not at hand."""
+def estimate_study(study: Study, out: Path) -> Table:
+    """What all runs cost if none stops early; completions and further held-out sets come on top.
 
-    arm: str
-    seed: int
-    mode: str
-    corpus: str
-    passes: int
-    steps: int
-    tokens: int
-    minutes: float | None = None
-    megabytes: float | None = None
-
-    @property
-    def row(self) -> list[object]:
-        """For a table."""
-        known = [None if x is None else round(x, 1) for x in (self.minutes, self.megabytes)]
-        run = f"{self.arm} s{self.seed}" + f" ({self.mode})" * (self.mode != self.arm)
-        return [run, self.corpus, self.passes, self.steps, self.tokens / 1e6, *known]
-
-
-def estimate_study(study: Study, out: Path) -> list[RunCost]:
-    """Costs of all runs if none stops early; completions and further held-out sets come on top."""
+    Minutes and megabytes are None where the model is not at hand.
+    """
     model = _empty_model(study.model)
     seconds = assumed_seconds_per_token(model.num_parameters()) if model else 0.0
     path = out / "stock" / "diagnosis.json"
     stock = Diagnosis.load(path) if path.exists() else None
-    return [_cost(study, arm, seed, model, stock, seconds) for arm, seed in study.runs()]
+    return table(
+        f"study {study.name}",
+        "run; corpus; passes; steps; M tokens; minutes [.1f]; MB [.1f]",
+        [_cost(study, arm, seed, model, stock, seconds) for arm, seed in study.runs()],
+    )
 
 
 def _cost(
@@ -71,14 +56,15 @@ def _cost(
     model: PreTrainedModel | None,
     stock: Diagnosis | None,
     seconds: float,
-) -> RunCost:
+) -> list[Entry]:
     request = study.request(arm, seed)
     recipe = study.recipe_of(arm) if model is None else first_recipe(study.model, model, request)
     recipe = recipe if arm.mode in TRAINED else changed(recipe, steps=0)
     tokens = recipe.steps * recipe.batch_tokens * arm.passes
-    run = (arm.name, seed, arm.mode, arm.corpus, arm.passes, recipe.steps, tokens)
+    name = f"{arm.name} s{seed}" + f" ({arm.mode})" * (arm.mode != arm.name)
+    run: list[Entry] = [name, arm.corpus, arm.passes, recipe.steps, tokens / 1e6]
     if model is None:
-        return RunCost(*run)
+        return [*run, None, None]
     heads, weights = _operated(study, arm, model, stock)
     kept = recipe.keep + 1 if recipe.steps else 0
     megabytes = arm.passes * weights * (_PATCH_BYTES + _CHECKPOINT_BYTES * kept) / 1e6
@@ -89,7 +75,7 @@ def _cost(
     judged = study.max_texts * study.max_length * (2 + ablated)
     work = repair_work(recipe, heads, weights, auto=request.auto)
     minutes = arm.passes * (work.tokens + judged) * seconds / 60
-    return RunCost(*run, minutes, megabytes)
+    return [*run, minutes, megabytes]
 
 
 def _operated(

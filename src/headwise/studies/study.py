@@ -22,12 +22,13 @@ from headwise.texts.text_sets import TextSet, default_corpus, default_texts, rea
 STUDIES = DATA / "studies"
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+_STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class StudyArm(_Strict):
+class StudyArm(BaseModel):
     """One condition; what is not given comes from the study."""
+
+    model_config = _STRICT
 
     name: str = Field(pattern=r"^[\w-][\w.-]*$", max_length=100)  # a folder's name
     mode: Mode = "surgery"
@@ -41,8 +42,10 @@ class StudyArm(_Strict):
     seeds: list[NonNegativeInt] | None = None
 
 
-class Study(_Strict):
+class Study(BaseModel):
     """A whole study: validated, resumable, and reported from its artefacts alone."""
+
+    model_config = _STRICT
 
     name: str = Field(pattern=r"^[\w-][\w.-]*$", max_length=100)  # a folder's name
     description: str = ""
