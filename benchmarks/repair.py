@@ -249,7 +249,7 @@ def _headwise(model: Any, length: int, folder: Path, **options: Any) -> Work:
     masters = tuple(make_masters(slices, model))
     del slices, values
     batch = Batch(_ids(length), torch.tensor([length]), (0,))
-    corpus = Corpus("bench", (batch,), (), CorpusInfo("bench"))
+    corpus = Corpus(CorpusInfo("bench"), (batch,))
     recipe = Recipe(block=length, accumulation=1, steps=EPOCHS, **options)
     trained = tuple(master.value for master in masters)
     saving, reason = choose_saving(model, recipe, corpus, _lowest(model), folder)

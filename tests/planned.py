@@ -71,7 +71,7 @@ def random_batch(lengths=(24, 17, 9), seed=0, vocabulary=97) -> Batch:
 def random_corpus(train=8, validation=2, length=16, vocabulary=97) -> Corpus:
     blocks = [random_batch((length, length - 3), seed, vocabulary) for seed in range(train)]
     held = [random_batch((length,), 1000 + seed, vocabulary) for seed in range(validation)]
-    return Corpus("random", tuple(blocks), tuple(held), CorpusInfo("random"))
+    return Corpus(CorpusInfo("random"), tuple(blocks), tuple(held))
 
 
 def small_texts(count=120) -> TextSet:

@@ -90,11 +90,10 @@ def test_no_bos_takes_away_what_the_tokenizer_added():
 
 def test_every_piece_of_a_cut_document_starts_as_the_model_needs_it(loaded):
     texts = TextSet("long", tuple(text * 3 for text in sample_texts()))
-    options = {"block": 32, "batch_tokens": 32, "validation_share": 0.0}
-    needed = build_corpus(texts, loaded.tokenizer, **options, first_token=loaded.first_token)
+    needed = build_corpus(loaded, texts, block=32, validation_share=0.0)
     assert all((block.ids[:, 0] == 1).all() for block in needed.train)
     assert max(block.ids.shape[1] for block in needed.train) <= 32
-    plain = build_corpus(texts, loaded.tokenizer, **options)
+    plain = build_corpus(loaded.reading(False), texts, block=32, validation_share=0.0)
     assert not any((block.ids == 1).any() for block in plain.train)
 
 

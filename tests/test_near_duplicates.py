@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from conftest import tiny_tokenizer
+from conftest import tiny_model, tiny_tokenizer
+from headwise.models.loaded_model import LoadedModel
 from headwise.models.patient import patient_texts
 from headwise.texts.corpus import build_corpus, in_validation
 from headwise.texts.near_duplicates import (
@@ -38,9 +39,8 @@ def slow_overlap(one, other):
 
 
 def split(texts, **options):
-    corpus = build_corpus(
-        TextSet("made", tuple(texts)), tiny_tokenizer(), block=4096, batch_tokens=64, **options
-    )
+    loaded = LoadedModel("tiny", tiny_model("llama"), tiny_tokenizer())
+    corpus = build_corpus(loaded, TextSet("made", tuple(texts)), block=4096, **options)
     return corpus, corpus.info
 
 

@@ -288,9 +288,7 @@ def test_auto_triages_each_head_once_and_measures_each_layer_once(tmp_path, monk
         ),
     )
     texts = TextSet("some", tuple(patient_texts("train"))[:40])
-    corpus = build_corpus(
-        texts, loaded.tokenizer, block=256, batch_tokens=256, validation_share=0.4
-    )
+    corpus = build_corpus(loaded, texts, block=256, validation_share=0.4)
     repair(
         loaded,
         corpus=corpus,

@@ -16,13 +16,12 @@ from headwise.forward.interventions import ZERO, Variant
 from headwise.forward.variant_losses import variant_losses
 from headwise.heads import Head
 from headwise.models.loaded_model import LoadedModel
-from headwise.models.rope import length_class
 from headwise.plasticity.settings import CaptureSettings
 from headwise.proof.perplexity import text_losses
 from headwise.surgery.recipe import Recipe
 from headwise.surgery.training import backward_step, step_blocks
 from headwise.texts.batches import batches, token_ids
-from headwise.texts.corpus import build_corpus, split_blocks
+from headwise.texts.corpus import build_corpus
 from headwise.texts.text_sets import TextSet
 from headwise.watch.probe import encode_probe, read_heads
 from planned import opened, plan_for, random_ids
@@ -151,8 +150,7 @@ def test_a_training_step_on_longrope_has_the_loss_of_each_piece_alone(tmp_path):
     loaded = loaded_rope()
     model = loaded.model
     texts = TextSet("mixed", tuple(text(n, n) for n in (70, 6, 52, 5, 4, 66, 3, 7, 49, 8)))
-    corpus = build_corpus(texts, loaded.tokenizer, block=256, batch_tokens=2, validation_share=0.0)
-    corpus = split_blocks(corpus, length_class(model))
+    corpus = build_corpus(loaded, texts, block=256, validation_share=0.0)
     recipe = Recipe(name="one", steps=1, lr=1e-3, batch_size=4, accumulation=1, block=256)
     blocks = step_blocks(corpus, recipe, 0, 0)
     rows = [

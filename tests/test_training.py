@@ -18,11 +18,12 @@ from headwise.forward import losses as losses_module
 from headwise.forward.losses import shifted_targets, summed_loss, token_losses
 from headwise.forward.tap import tapped
 from headwise.models.architectures import layers_of
+from headwise.models.loaded_model import LoadedModel
 from headwise.surgery import checkpoints, training
 from headwise.surgery.checkpoints import load_best, save_checkpoint
 from headwise.surgery.probes import mean_loss
 from headwise.surgery.recipe import RECIPES, Recipe, learning_rate, recipe_named
-from headwise.surgery.run_state import RunState, TrainStep, read_trace
+from headwise.surgery.run_state import RunState, read_trace
 from headwise.surgery.slice_training import master_slices
 from headwise.surgery.training import step_blocks, train
 from headwise.texts.batches import batches
@@ -213,10 +214,9 @@ def test_runs_with_and_without_the_prefix_cache_agree(tmp_path, name):
             found.append((state, [m.value.detach().clone() for m in job.masters]))
     (plain, left), (cached, right) = found
     assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in zip(left, right, strict=True))
-    for a, b in zip(plain.maps, cached.maps, strict=True):
-        assert torch.allclose(
-            torch.tensor(a.first_token_mass), torch.tensor(b.first_token_mass), atol=1e-4
-        )
+    assert list(plain.maps) == list(cached.maps)
+    for step, mass in plain.maps.items():
+        assert torch.allclose(torch.tensor(mass), torch.tensor(cached.maps[step]), atol=1e-4)
 
 
 def test_maps_are_first_token_masses_of_the_probe_and_heads_below_never_move(tmp_path):
@@ -231,8 +231,8 @@ def test_maps_are_first_token_masses_of_the_probe_and_heads_below_never_move(tmp
             ]
         state = train(job)
     expected = torch.stack(attention).mean(0)
-    assert torch.allclose(torch.tensor(state.maps[0].first_token_mass), expected, atol=1e-5)
-    maps = {row.step: row.first_token_mass for row in state.maps}
+    maps = state.maps
+    assert torch.allclose(torch.tensor(maps[0]), expected, atol=1e-5)
     assert list(maps) == [0, 2, 4, 6]
     assert all(found[0] == maps[0][0] for found in maps.values())
     assert maps[6][1] != maps[0][1]
@@ -330,8 +330,7 @@ def test_the_best_validated_slices_are_kept_and_named(tmp_path, monkeypatch):
         for kept, value in zip(middle[3], job.trained, strict=True):  # told: start, 1, 2, 3 ...
             assert torch.equal(kept, value)
         assert torch.equal(job.masters[0].spans[0].of(model), _first_part(job.masters[0]))
-    found = [(row.step, row.loss) for row in state.validations]
-    assert found == [(0, 5.0), (3, 4.0), (6, 4.5)]
+    assert state.validations == {0: 5.0, 3: 4.0, 6: 4.5}
 
 
 def _first_part(master):
@@ -396,13 +395,9 @@ def run(tmp_path, name, recipe, kills=(), monkeypatch=None):
             else:
                 with pytest.raises(Stop):
                     kill(job, number > 0)
-    assert read_trace(tmp_path) == state.rows
-    rows = [untimed(row) for row in state.rows]
-    return masters, rows, state.maps, _checkpoint(tmp_path)
-
-
-def untimed(row):
-    return replace(row, tokens_per_second=0) if isinstance(row, TrainStep) else row
+    assert read_trace(tmp_path) == (state.rows, state.validations)
+    rows = [replace(row, tokens_per_second=0) for row in state.rows]
+    return masters, rows, state.validations, state.maps, _checkpoint(tmp_path)
 
 
 def _checkpoint(path):
@@ -544,9 +539,8 @@ def test_all_arms_of_a_seed_see_the_same_blocks():
 
 
 def corpus_of(texts, tokenizer, **options):
-    return build_corpus(
-        TextSet("made", tuple(texts)), tokenizer, **{"block": 24, "batch_tokens": 24, **options}
-    )
+    loaded = LoadedModel("tiny", tiny_model("llama"), tokenizer)
+    return build_corpus(loaded, TextSet("made", tuple(texts)), **{"block": 24, **options})
 
 
 def decoded(blocks, tokenizer):
@@ -555,13 +549,13 @@ def decoded(blocks, tokenizer):
 
 def test_documents_are_split_by_their_content(tokenizer):
     texts = small_texts(300).texts
-    corpus = corpus_of(texts, tokenizer, block=400, batch_tokens=400)
+    corpus = corpus_of(texts, tokenizer, block=400)
     train_texts, held = (decoded(b, tokenizer) for b in (corpus.train, corpus.validation))
     assert train_texts.isdisjoint(held)
     assert train_texts | held == set(texts)
     assert held == {text for text in texts if in_validation(text)}
     assert 3 <= len(held) <= 30  # 5% of 300
-    other = corpus_of(texts[::-1][:150], tokenizer, block=400, batch_tokens=400)
+    other = corpus_of(texts[::-1][:150], tokenizer, block=400)
     assert decoded(other.validation, tokenizer) <= held  # whatever else is in the corpus
 
 

@@ -33,6 +33,7 @@ from headwise.heads import Head, all_heads
 from headwise.intervals import Interval
 from headwise.models.architectures import geometry_of, projection_of
 from headwise.models.description import describe_model
+from headwise.models.loaded_model import LoadedModel
 from headwise.models.slices import write_slices
 from headwise.proof.compare import read_snapshot
 from headwise.surgery.plan import make_plan
@@ -332,9 +333,9 @@ def test_the_first_token_is_as_in_the_diagnosis(small, tokenizer):
 def test_the_patients_triage_text_is_neither_trained_nor_evaluated_on():
     texts = set(triage_texts("patient").texts)
     assert texts <= set(default_corpus("patient").texts)
-    train = build_corpus(
-        default_corpus("patient"), tiny_tokenizer(), block=512, batch_tokens=512
-    ).info.train_documents
+    loaded = LoadedModel("tiny", tiny_model("llama"), tiny_tokenizer())
+    corpus = build_corpus(loaded, default_corpus("patient"), block=512)
+    train = corpus.info.train_documents
     assert train + len(texts) == len(set(default_corpus("patient").texts))
     assert not texts & set(default_texts("patient").texts)
 

@@ -95,8 +95,9 @@ def _patch(path):
     return patch.fingerprint(), patch.base_fingerprint(), to_plain(patch.info), patch.documents
 
 
-def _without_speed(rows):
-    return [{**row.to_json(), "tokens_per_second": 0} for row in rows]
+def _without_speed(trace):
+    rows, validations = trace
+    return [{**row.to_json(), "tokens_per_second": 0} for row in rows], validations
 
 
 def _measured(folder):

@@ -104,10 +104,10 @@ def run_lines(run: RepairRun, plan: SurgeryPlan | None) -> Iterator[str]:
             yield f"auto: {therapy.other}"
             yield f"auto: along the context: {therapy.judged.positions}"
     if state.validations:
-        first = state.validations[0]
+        step, first = next(iter(state.validations.items()))
         yield (
             f"{name}: validation loss {_number(run.stock_loss)} in stock, "
-            f"{first.loss:.4f} at step {first.step}, "
+            f"{first:.4f} at step {step}, "
             f"best {state.best_loss:.4f} at step {state.best_step} {state.stopped}".rstrip()
         )
         yield from _worse(run)

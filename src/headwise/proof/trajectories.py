@@ -46,9 +46,9 @@ def run_maps(run: Path, first: Path | None = None) -> list[tuple[int, Map]]:
     """
     maps = read_maps(run)
     if first is not None:
-        start = [one for one in read_maps(first) if one.step < 0]
-        maps = start + [one for one in maps if one.step >= 0]
-    return [(one.step, np.array(one.first_token_mass, dtype=float)) for one in maps]
+        start = {step: mass for step, mass in read_maps(first).items() if step < 0}
+        maps = start | {step: mass for step, mass in maps.items() if step >= 0}
+    return [(step, np.array(mass, dtype=float)) for step, mass in maps.items()]
 
 
 def step_deltas(maps: Sequence[tuple[int, Map]], stock: Map) -> list[tuple[int, Map]]:

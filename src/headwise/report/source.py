@@ -37,7 +37,7 @@ from headwise.provenance import Origin, require_same_origin
 from headwise.studies.study import started_study
 from headwise.studies.summary import StudySummary
 from headwise.surgery.plan import join_plans, plans_of
-from headwise.surgery.run_state import RUN, TraceRow, TrainStep, Validation, read_trace
+from headwise.surgery.run_state import RUN, read_trace
 from headwise.surgery.values import PATCH, RunSettings
 from headwise.therapy.values import THERAPY, Therapy
 from headwise.triaging.values import Triage
@@ -59,7 +59,9 @@ class Condition:
     evaluation: Evaluation | None = field(default=None, repr=False)
     comparison: Comparison | None = field(default=None, repr=False)
     run: RunSettings | None = field(default=None, repr=False)
-    trace: tuple[TraceRow, ...] = field(default=(), repr=False)
+    steps_taken: int = 0  # optimizer steps in the trace
+    # steps done: loss on the run's own validation documents
+    validations: Mapping[int, float] = field(default_factory=dict, repr=False)
     steps: tuple[tuple[int, Map], ...] = field(default=(), repr=False)  # first-token mass by step
     plasticity: PlasticitySummary | None = field(default=None, repr=False)
     before: Map | None = field(default=None, repr=False)  # as `steps`, before the operation
@@ -108,20 +110,10 @@ class Condition:
         return sum(patch.num_weights or 0 for patch in self.evaluation.patches)
 
     @property
-    def validations(self) -> list[Validation]:
-        """Losses on the run's own validation documents."""
-        return [row for row in self.trace if isinstance(row, Validation)]
-
-    @property
     def best_perplexity(self) -> float | None:
         """The lowest validation perplexity of the run."""
-        losses = [check.loss for check in self.validations]
+        losses = self.validations.values()
         return math.exp(min(losses)) if losses else None
-
-    @property
-    def steps_taken(self) -> int:
-        """Optimizer steps in the trace."""
-        return max((row.step + 1 for row in self.trace if isinstance(row, TrainStep)), default=0)
 
     def ablation(self, head: str) -> Interval | None:
         """The cost of losing a head (or a joint set), with its interval."""
@@ -253,7 +245,7 @@ class Source:
         for other in self.runs:
             same = other.run is not None and other.run.corpus == condition.run.corpus
             if same and other.number == 1 and other.mode in ("gradient-only", "lora"):
-                return next((check.loss for check in other.validations if check.step == 0), None)
+                return other.validations.get(0)
         return None
 
 
@@ -498,6 +490,7 @@ def _read_condition(
     if plasticity is not None and measured is not None:
         require_same_origin(measured, origin_of(plasticity, f"the plasticity.json of {folder}"))
     maps = run_maps(folder, folder.parent if number > 1 else folder)
+    trace, validations = read_trace(folder)
     return Condition(
         arm,
         seed,
@@ -507,7 +500,8 @@ def _read_condition(
         evaluation=evaluation,
         comparison=comparison,
         run=run,
-        trace=tuple(read_trace(folder)),
+        steps_taken=len(trace),
+        validations=validations,
         steps=tuple((step, mass) for step, mass in maps if step >= 0),
         plasticity=plasticity,
         before=next((mass for step, mass in maps if step < 0), None),

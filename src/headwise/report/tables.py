@@ -173,17 +173,17 @@ def perplexities(source: Source) -> Table:
         checks = condition.validations
         if not checks:
             continue
-        best = min(checks, key=lambda check: check.loss)
+        best, last = min(checks, key=lambda step: checks[step]), max(checks)
         before = source.stock_validation(condition) if condition.number == 1 else None
         rows.append(
             [
                 condition.label,
                 None if before is None else math.exp(before),
-                math.exp(checks[0].loss) if checks[0].step == 0 else None,
-                math.exp(best.loss),
-                best.step,
-                math.exp(checks[-1].loss),
-                checks[-1].step,
+                math.exp(checks[0]) if 0 in checks else None,
+                math.exp(checks[best]),
+                best,
+                math.exp(checks[last]),
+                last,
                 source.held_out(condition),
             ]
         )

@@ -282,7 +282,7 @@ def _own_validation(source: Source, main: Condition) -> Finding | None:
     stock = None if main.run is None else main.run.stock_loss
     if source.against_stock(main.arm) is not None or stock is None or not main.validations:
         return None
-    now = min(check.loss for check in main.validations)
+    now = min(main.validations.values())
     change = now - stock
     words = "worse than" if change > 0 else "better than" if change < 0 else "as good as"
     text = (

@@ -37,7 +37,7 @@ from headwise.surgery.settings import TRAINED, RepairRequest
 from headwise.surgery.values import PATCH
 from headwise.texts.corpus import Corpus
 from headwise.texts.text_sets import TextSet, read_texts
-from headwise.therapy.repair import RepairRun, fulfil
+from headwise.therapy.repair import RepairRun, repair
 
 
 @dataclass(frozen=True)
@@ -191,20 +191,22 @@ def _one_pass(
     done = arm.treatment or arm.mode
     stage(f"{arm.name} s{seed}: {done} on {len(plan.target_heads)} heads", setting.progress)
     keep = read_texts(arm.keep) if arm.keep else None
-    request = replace(
-        setting.study.request(arm, seed, plan),
-        keep=None if keep is None else keep.describe(),
-        excluded=TextSet("heldout", tuple(setting.excluded)).describe(),
-    )
+    request = setting.study.request(arm, seed, plan)
 
     def carried_out(request: RepairRequest, out: Path) -> RepairRun:
-        return fulfil(
+        return repair(
             setting.loaded,
-            request,
+            plan,
             setting.corpus(arm.corpus, request),
-            out,
+            request.recipe,
+            out=out,
+            mode=arm.mode,
+            treatment=arm.treatment,
+            dose=arm.dose,
+            seed=seed,
+            changes=request.changes,
             keep=keep,
-            excluded=setting.excluded,
+            excluded=TextSet("heldout", tuple(setting.excluded)),
             resume=(out / RUN).exists(),
             progress=setting.progress,
         )

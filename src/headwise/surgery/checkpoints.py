@@ -21,7 +21,7 @@ from headwise.models.tensor_files import read_safetensors, write_safetensors
 from headwise.progress import Progress, silent, stage
 from headwise.ranks import is_first, wait
 from headwise.surgery.job import Job
-from headwise.surgery.run_state import BEFORE, RunState, StepMap
+from headwise.surgery.run_state import BEFORE, RunState
 
 CHECKPOINTS, BEST = "checkpoints", "best.safetensors"
 
@@ -59,7 +59,7 @@ def _step_of(checkpoint: Path) -> int:
 
 def fresh_state(job: Job) -> RunState:
     """The state of a run that has done nothing yet."""
-    return RunState(maps=[] if job.before is None else [StepMap(BEFORE, job.before)])
+    return RunState(maps={} if job.before is None else {BEFORE: job.before})
 
 
 def restore_checkpoint(
@@ -81,7 +81,7 @@ def restore_checkpoint(
             }
     torch.set_rng_state(torch.frombuffer(bytearray.fromhex(metadata["rng"]), dtype=torch.uint8))
     state = RunState.from_json(json.loads(metadata["progress"]), job.out)
-    if state.maps and job.before is not None and state.maps[0].step != BEFORE:
+    if state.maps and job.before is not None and BEFORE not in state.maps:
         state.maps = fresh_state(job).maps  # maps of an older headwise
     return state
 

@@ -69,32 +69,19 @@ def fit_request(
     fitted = _given(loaded.id, request) is None
     # a fitted batch follows from the tokens, so the corpus need not fill the one of the start
     smallest = changed(recipe, batch_size=1, accumulation=1) if fitted else recipe
-    blocks = (
-        corpus
-        if isinstance(corpus, Corpus)
-        else _cut(loaded, corpus, smallest, excluded, FEWEST * judged)
-    )
-    blocks = split_blocks(blocks, length_class(loaded.model))
+    if isinstance(corpus, Corpus):
+        blocks = split_blocks(corpus, length_class(loaded.model))
+    else:
+        blocks = build_corpus(
+            loaded,
+            default_corpus(loaded.id) if corpus is None else as_text_set(corpus, loaded.id),
+            block=smallest.block,
+            batch_tokens=smallest.batch_tokens,
+            fewest_validation=FEWEST * judged,
+            excluded=excluded,
+        )
     if fitted:
         recipe = changed(fit_corpus(recipe, blocks.info.train_tokens), **request.changes)
         recipe = fit_positions(recipe, loaded.max_positions)
     recipe = count_epochs(recipe, len(blocks.train))
     return (recipe if request.mode in TRAINED else changed(recipe, steps=0)), blocks
-
-
-def _cut(
-    loaded: LoadedModel,
-    texts: TextSet | Sequence[str] | None,
-    recipe: Recipe,
-    excluded: Sequence[str],
-    fewest: int,
-) -> Corpus:
-    return build_corpus(
-        default_corpus(loaded.id) if texts is None else as_text_set(texts, loaded.id),
-        loaded.tokenizer,
-        block=recipe.block,
-        batch_tokens=recipe.batch_tokens,
-        fewest_validation=fewest,
-        excluded=excluded,
-        first_token=loaded.first_token,
-    )

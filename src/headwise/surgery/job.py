@@ -41,26 +41,17 @@ _HIDDEN = "hidden"
 Tracker = Callable[[Mapping[str, int | float], int], None]
 
 
-@dataclass(frozen=True)
-class Held:
-    """Blocks of text to keep, and what the stock model's output head saw on them.
+def last_hiddens(model: PreTrainedModel, blocks: Sequence[Batch]) -> tuple[Tensor, ...]:
+    """What the model's output head sees on each of some blocks.
 
     The output head is never trained, so the stock model's predictions need nothing else.
     """
-
-    blocks: tuple[Batch, ...] = field(repr=False)
-    hidden: tuple[Tensor, ...] = field(repr=False)
-    documents: tuple[str, ...] = field(default=(), repr=False)  # hashes of what is kept
-
-
-def hold(model: PreTrainedModel, blocks: Sequence[Batch]) -> Held:
-    """What the model says on some blocks, before anything is done to it."""
     seen = []
     with torch.no_grad(), tapped(model):
         for block in blocks:
             ids = block.ids.to(device_of(model))
             seen.append(backbone_of(model)(input_ids=ids, use_cache=False).last_hidden_state)
-    return Held(tuple(blocks), tuple(seen))
+    return tuple(seen)
 
 
 @dataclass(frozen=True)
@@ -75,7 +66,8 @@ class Job:
     trained: tuple[torch.nn.Parameter, ...] = field(default=(), repr=False)  # or LoRA's factors
     track: Tracker | None = None
     before: MassMap | None = None  # first-token mass on the probe before the operation
-    held: Held | None = None  # other text, on which the model shall say what stock says
+    kept: Corpus | None = None  # other text, on which the model shall say what stock says
+    stock_hidden: tuple[Tensor, ...] = field(default=(), repr=False)  # stock's on the kept blocks
 
     @property
     def saves(self) -> Saving:

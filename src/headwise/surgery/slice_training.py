@@ -100,26 +100,10 @@ def training_slices(model: PreTrainedModel, masters: list[Master]) -> Iterator[N
 
 
 def _slice_forward(module: Any, parts: Mapping[str, Master]) -> Forward:
-    weight, bias = parts.get("weight"), parts.get("bias")
-    transposed = is_transposed(module)
-    # In (out, in) order a slice of outputs has axis 0, a slice of inputs axis 1.
-    axis = None if weight is None else weight.axis ^ transposed
-    runs = None if weight is None else weight.runs()
-    bias_runs = None if bias is None else bias.runs()
-
     def forward(x: Tensor) -> Tensor:
-        matrix = module.weight.T if transposed else module.weight  # (out, in), a view
-        y: Tensor = _SliceLinear.apply(
-            x,
-            matrix,
-            module.bias,
-            None if weight is None else weight.value,
-            None if bias is None else bias.value,
-            runs,
-            bias_runs,
-            axis,
-            transposed,
-        )
+        # what a gradient goes to must be an argument; the rest of a master comes with `parts`
+        values = (parts[kind].value if kind in parts else None for kind in ("weight", "bias"))
+        y: Tensor = _SliceLinear.apply(x, *values, module, parts)
         return y
 
     return forward
@@ -137,19 +121,20 @@ class _SliceLinear(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Float[Tensor, "... in"],
-        matrix: Float[Tensor, "out in"],
-        bias: Float[Tensor, "out"] | None,
         weight_master: Tensor | None,
         bias_master: Tensor | None,
-        runs: Runs | None,
-        bias_runs: Runs | None,
-        axis: int | None,
-        transposed: bool,
+        module: Any,
+        parts: Mapping[str, Master],
     ) -> Float[Tensor, "... out"]:
-        ctx.axis, ctx.transposed, ctx.runs, ctx.bias_runs = axis, transposed, runs, bias_runs
-        kept = None if runs is None else x if axis == 0 else _columns(x, runs)
+        ctx.parts, ctx.transposed, ctx.axis = parts, is_transposed(module), None
+        matrix = module.weight.T if ctx.transposed else module.weight  # (out, in), a view
+        kept = None
+        if (weight := parts.get("weight")) is not None:
+            # In (out, in) order a slice of outputs has axis 0, a slice of inputs axis 1.
+            ctx.axis = weight.axis ^ ctx.transposed
+            kept = x if ctx.axis == 0 else _columns(x, weight.runs())
         ctx.save_for_backward(kept, matrix)
-        return F.linear(x, matrix, bias)
+        return F.linear(x, matrix, module.bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -157,13 +142,12 @@ class _SliceLinear(torch.autograd.Function):
         kept, matrix = ctx.saved_tensors
         flat = grad.flatten(0, -2)
         grad_x = grad @ matrix if ctx.needs_input_grad[0] else None
-        grad_weight = None
-        if ctx.axis is not None and ctx.needs_input_grad[3]:
-            rows = _columns(flat, ctx.runs) if ctx.axis == 0 else flat
+        grad_weight = grad_bias = None
+        if ctx.axis is not None and ctx.needs_input_grad[1]:
+            rows = _columns(flat, ctx.parts["weight"].runs()) if ctx.axis == 0 else flat
             grad_weight = (rows.T @ kept.flatten(0, -2)).float()
             if ctx.transposed:
                 grad_weight = grad_weight.T
-        grad_bias = None
-        if ctx.bias_runs is not None and ctx.needs_input_grad[4]:
-            grad_bias = _columns(flat, ctx.bias_runs).float().sum(0)
-        return grad_x, None, None, grad_weight, grad_bias, None, None, None, None
+        if "bias" in ctx.parts and ctx.needs_input_grad[2]:
+            grad_bias = _columns(flat, ctx.parts["bias"].runs()).float().sum(0)
+        return grad_x, grad_weight, grad_bias, None, None

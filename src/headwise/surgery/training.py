@@ -37,10 +37,10 @@ from headwise.surgery.checkpoints import (
     save_best,
     save_checkpoint,
 )
-from headwise.surgery.job import Held, Job, last_hidden
+from headwise.surgery.job import Job, last_hidden
 from headwise.surgery.probes import first_token_map, mean_loss
 from headwise.surgery.recipe import Recipe, learning_rate
-from headwise.surgery.run_state import RunState, StepMap, TrainStep, Validation
+from headwise.surgery.run_state import RunState, TrainStep
 from headwise.texts.batches import Batch, join_batches
 from headwise.texts.corpus import Corpus, block_at
 
@@ -120,8 +120,8 @@ def _step(job: Job, optimizer: torch.optim.Optimizer, step: int) -> TrainStep:
     blocks = step_blocks(job.corpus, job.run.recipe, job.run.seed, step)
     tokens = sum(int((block.lengths - 1).sum()) for _, block in blocks)
     loss = backward_step(job, blocks, tokens)
-    if job.held is not None:
-        _backward_held(job, job.held, step)
+    if job.kept is not None:
+        _backward_kept(job, job.kept.train, step)
     rate = learning_rate(job.run.recipe, step)
     norm = optimizer_step(job, optimizer, rate, apply=math.isfinite(loss))
     speed = round(tokens / (time.perf_counter() - started), 1)
@@ -171,19 +171,19 @@ def _backward_part(job: Job, part: list[tuple[int, Batch]], tokens: int) -> floa
     return float(loss.detach())
 
 
-def _backward_held(job: Job, held: Held, step: int) -> None:
+def _backward_kept(job: Job, blocks: Sequence[Batch], step: int) -> None:
     """Add the gradients of the weighted KL to stock on this step's blocks of kept text."""
     count = job.run.recipe.hold_blocks
-    places = [block_at(len(held.blocks), job.run.seed, step * count + i) for i in range(count)]
+    places = [block_at(len(blocks), job.run.seed, step * count + i) for i in range(count)]
+    apart = [partial(_backward_apart, job, blocks[n], job.stock_hidden[n]) for n in places]
     with job.forward():
-        sum_gradients(job.trained, [partial(_backward_apart, job, held, n) for n in places])
+        sum_gradients(job.trained, apart)
 
 
-def _backward_apart(job: Job, held: Held, number: int) -> float:
-    block = held.blocks[number]
+def _backward_apart(job: Job, block: Batch, stock: Tensor) -> float:
     ids = block.ids.to(device_of(job.model))
     hidden = backbone_of(job.model)(input_ids=ids, use_cache=False).last_hidden_state
-    apart = divergence(job.model, hidden, held.hidden[number], block.lengths)
+    apart = divergence(job.model, hidden, stock, block.lengths)
     (apart * (job.run.recipe.hold_weight / job.run.recipe.hold_blocks)).backward()
     return float(apart.detach())
 
@@ -235,20 +235,18 @@ def step_blocks(corpus: Corpus, recipe: Recipe, seed: int, step: int) -> list[tu
 
 def _map(job: Job, state: RunState) -> None:
     """The head map at this step, always on the same blocks, so that only training moves it."""
-    if not state.maps or state.maps[-1].step != state.step:
-        state.maps.append(StepMap(state.step, first_token_map(job.model, job.corpus)))
+    if state.step not in state.maps:
+        state.maps[state.step] = first_token_map(job.model, job.corpus)
 
 
 def _validate(job: Job, state: RunState) -> None:
     """Validation loss now; keeps the best slices, counts patience, says when to stop."""
     blocks = job.corpus.validation[: job.run.recipe.validation_blocks]
-    done = any(row.step == state.step for row in state.validations[-1:])
-    if not blocks or done:
+    if not blocks or state.step in state.validations:
         return
-    row = Validation(state.step, mean_loss(job.model, blocks))
-    state.rows.append(row)
-    job.tell(row.to_json(), state.step)
-    if state.note(row):
+    loss = mean_loss(job.model, blocks)
+    job.tell({"validated_at": state.step, "validation_loss": loss}, state.step)
+    if state.note(state.step, loss):
         save_best(job, state.step)
     elif state.stale >= job.run.recipe.patience:
         state.stop()

@@ -14,12 +14,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 from jaxtyping import Bool, Int
-from transformers import PreTrainedTokenizerBase
 
 from headwise.artefacts import content_hash
 from headwise.errors import TextError
-from headwise.models.first_token import FirstToken
-from headwise.models.rope import LengthClass
+from headwise.models.loaded_model import LoadedModel
+from headwise.models.rope import LengthClass, length_class
 from headwise.texts.batches import Batch, batches, split_batch, token_ids
 from headwise.texts.corpus_info import CorpusInfo
 from headwise.texts.near_duplicates import near_duplicate_groups, near_duplicates_of
@@ -33,10 +32,9 @@ _BUCKETS = 10_000
 class Corpus:
     """Token blocks of one corpus, with what identifies it."""
 
-    name: str
-    train: tuple[Batch, ...] = field(repr=False)
-    validation: tuple[Batch, ...] = field(repr=False)
     info: CorpusInfo
+    train: tuple[Batch, ...] = field(repr=False)
+    validation: tuple[Batch, ...] = field(default=(), repr=False)
     documents: tuple[str, ...] = field(default=(), repr=False)  # hashes of all that was kept
 
 
@@ -79,20 +77,19 @@ def validation_documents(texts: Sequence[str]) -> list[str]:
 
 
 def build_corpus(
+    loaded: LoadedModel,
     texts: TextSet,
-    tokenizer: PreTrainedTokenizerBase,
     *,
     block: int,
-    batch_tokens: int,
+    batch_tokens: int = 2,
     validation_share: float = VALIDATION_SHARE,
     fewest_validation: int = 0,
     excluded: Sequence[str] = (),
-    first_token: FirstToken | None = None,
 ) -> Corpus:
     """Tokenise, split and group a corpus without `excluded` texts and near-duplicates of them.
 
     Where 5% of a small corpus are fewer than `fewest_validation` documents, validation gets up to
-    half. Without a `first_token` documents start as the tokenizer has them.
+    half. With a share of 0 there is no validation text.
     """
     forbidden = {content_hash([text]) for text in excluded}
     unique = list(dict.fromkeys(texts.texts))
@@ -103,8 +100,7 @@ def build_corpus(
     held = held_out(kept, groups, validation_share, fewest_validation)
     places = {"train": np.flatnonzero(~held), "validation": np.flatnonzero(held)}
     blocks = {
-        name: _blocks([kept[i] for i in some], tokenizer, block, first_token)
-        for name, some in places.items()
+        name: _blocks(loaded, [kept[i] for i in some], block) for name, some in places.items()
     }
     # near-duplicates are no independent evidence: in validation they count as one document
     owners = np.unique(groups[held], return_index=True, return_inverse=True)
@@ -133,21 +129,16 @@ def build_corpus(
         validation_tokens=tokens["validation"],
     )
     hashes = tuple(sorted(document_hash(text) for text in kept))
-    return Corpus(texts.name, tuple(blocks["train"]), tuple(blocks["validation"]), info, hashes)
+    corpus = Corpus(info, tuple(blocks["train"]), tuple(blocks["validation"]), hashes)
+    return split_blocks(corpus, length_class(loaded.model))
 
 
-def _blocks(
-    documents: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-    block: int,
-    first_token: FirstToken | None,
-) -> list[Batch]:
-    bos = None if first_token is None else first_token.bos
-    every = first_token is not None and first_token.bos and first_token.needed
+def _blocks(loaded: LoadedModel, documents: Sequence[str], block: int) -> list[Batch]:
+    every = loaded.bos and loaded.first_token.needed
     pieces: list[list[int]] = []
     owners: list[int] = []
     for number, text in enumerate(documents):
-        cut = _pieces(token_ids(tokenizer, text, bos), block, every)
+        cut = _pieces(token_ids(loaded.tokenizer, text, loaded.bos), block, every)
         pieces += [piece for piece in cut if len(piece) >= 2]
         owners += [number] * (len(pieces) - len(owners))
     # Pieces of like length share a block, so that rows need little padding.

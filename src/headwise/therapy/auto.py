@@ -78,17 +78,16 @@ def write_plan(
     spared = [head for head in heads if head not in rows or rows[head].class_ in SPARED]
     promising = [head for head, row in rows.items() if head not in spared and _hopeful(row)]
     stage(f"auto: looking for the dose of {len(heads)} heads", progress)
-    choice = choose_doses(
+    doses, tried = choose_doses(
         model,
         plan,
         corpus.train,
-        heads,
         directions,
         spared=[head for head in spared if head not in apart],
         promising=promising,
         others=others,
     )
-    given: Prescription = {**dict.fromkeys(apart, Dose("none", 0.0)), **choice.prescription} or {
+    given: Prescription = {**dict.fromkeys(apart, Dose("none", 0.0)), **doses} or {
         head: Dose("reinitialise", 1.0) for head, row in rows.items() if row.class_ == "empty"
     }
     revised = _revised(model, plan, given, rows, directions, corpus)
@@ -97,7 +96,7 @@ def write_plan(
         plan=with_prescription(plan, given) if given else without_targets(plan),
         left_alone=tuple(str(head) for head in heads if head not in given),
         classes={str(head): row.class_ for head, row in sorted(rows.items())},
-        tried=choice.tried,
+        tried=tuple(tried),
         untriaged=tuple(str(head) for head in heads if head not in rows),
         symptoms={name: format_heads(some) for name, some in symptoms.items()},
         heads=plan.model.num_layers * plan.model.num_heads,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -58,42 +58,31 @@ _MOST = 1.5  # no amount beyond this is tried
 Sums = Float[np.ndarray, "document"]
 
 
-@dataclass(frozen=True)
-class DoseChoice:
-    """What the search found; heads that are better left alone are not in the prescription.
-
-    Treatment `none` is for heads that sleep with the others but gain nothing by waking at once:
-    their slices are trained as they are.
-    """
-
-    prescription: dict[Head, Dose]
-    stock_loss: float  # nats per token on the training blocks
-    loss: float
-    tried: tuple[Tried, ...] = field(repr=False)
-
-
 def choose_doses(
     model: PreTrainedModel,
     plan: SurgeryPlan,
     blocks: Sequence[Batch],
-    heads: Sequence[Head],
     directions: Mapping[int, LayerDirections],
     *,
     spared: Collection[Head] = (),
     promising: Collection[Head] | None = None,
     others: Mapping[str, Sequence[Head]] | None = None,
-) -> DoseChoice:
-    """The prescription with the least training loss that the search met; the model is unchanged.
+) -> tuple[dict[Head, Dose], list[Tried]]:
+    """The doses of the plan's heads with the least training loss that the search met, and its way.
 
     `spared` heads are treated only if all heads together do better with them than without. Where
     all together gain nothing, decayed heads and `promising` ones (by default all not spared) are
     tried alone. `others` are heads of the kinds of `OTHERS`, which get other treatments, last.
+    Treatment `none` is for heads that sleep with the others but gain nothing by waking at once:
+    their slices are trained as they are. Heads that do better left alone have no dose. The model is
+    unchanged.
     """
+    heads = plan.target_heads
     if not heads:
-        return DoseChoice({}, math.nan, math.nan, ())
+        return {}, []
     mixed = _mixed_batches(model, spread_blocks(blocks, DOSE_BLOCKS))
     search = _Search(model, plan, directions, mixed)
-    stock = search.begin({})
+    search.begin({})
     apart = {head for some in (others or {}).values() for head in some}
     pulled = [head for head in heads if head not in apart]
     decayed = search.decayed(pulled)
@@ -102,7 +91,9 @@ def choose_doses(
     tried = _searched(search, _joint_sets(pulled, spared), treatments, hopeful)
     for kind, some in (others or {}).items():
         tried += _searched(search, {kind: list(some)}, OTHERS[kind], some)
-    return _choice(search, stock, tried)
+    # heads whose treatment did harm are not even trained
+    harmed = {row.heads for row in tried if row.kept and row.change < -_HARM}
+    return {h: d for h, d in search.state.items() if str(h) not in harmed or d.amount}, tried
 
 
 def _searched(
@@ -124,16 +115,6 @@ def _searched(
         elif head in hopeful:
             tried += _first_dose(search, head, common, sure)
     return tried
-
-
-def _choice(search: _Search, stock: Sums, tried: Sequence[Tried]) -> DoseChoice:
-    """What the search ended with; heads whose treatment did harm are not even trained."""
-    parked = {row.heads for row in tried if row.kept and row.change < -_HARM}
-    given = {h: d for h, d in search.state.items() if str(h) not in parked or d.amount}
-    tokens = search.tokens.sum()
-    return DoseChoice(
-        given, float(stock.sum() / tokens), float(search.sums.sum() / tokens), tuple(tried)
-    )
 
 
 def _mixed_batches(model: PreTrainedModel, blocks: Sequence[Batch]) -> list[Batch]:
@@ -161,13 +142,12 @@ class _Search:
         self.untreated = unchanged(model, plan)
         self.known: dict[tuple[Head, Dose], dict[str, Slice]] = {}
 
-    def begin(self, prescription: Prescription) -> Sums:
+    def begin(self, prescription: Prescription) -> None:
         """Make a prescription the current one: one whole pass that keeps every layer's input."""
         self.state = dict(prescription)
         with self._treated(prescription), torch.inference_mode():
             self.base: list[BasePass] = [base_pass(self.model, batch) for batch in self.batches]
         self.sums = np.concatenate([base.losses for base in self.base])
-        return self.sums
 
     def losses(self, prescription: Prescription, lowest: int) -> Sums:
         """Losses under another prescription that differs from the current one from `lowest` on.

@@ -79,7 +79,7 @@ def find_ill_heads(
         for block in spread_blocks(corpus.train, _BLOCKS)
         for row, length in zip(block.ids, block.lengths, strict=True)
     ]
-    texts = TextInfo(corpus.name, len(encoded), corpus.info.sha256, sum(map(len, encoded)))
+    texts = TextInfo(corpus.info.name, len(encoded), corpus.info.sha256, sum(map(len, encoded)))
     settings = MeasureSettings(recipe.block, bos=loaded.bos)
     found = run_measurement(loaded.model, diagnosis_measurement(loaded, encoded, texts, settings))
     symptoms = found.with_symptoms(rows)

@@ -21,9 +21,8 @@ from headwise.intervals import FEWEST, paired_interval
 from headwise.models.architectures import backbone_of, device_of
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.patch import Patch
-from headwise.models.rope import length_class
 from headwise.texts.batches import Batch
-from headwise.texts.corpus import Corpus, build_corpus, split_blocks, spread_blocks
+from headwise.texts.corpus import Corpus, build_corpus, spread_blocks
 from headwise.texts.text_sets import TextSet
 from headwise.therapy.values import LossChange
 
@@ -39,7 +38,7 @@ def require_validation(corpus: Corpus) -> None:
         raise TextError(
             f"auto needs {FEWEST} validation documents to know whether a repair is better, and "
             f"this corpus has {documents}",
-            where=f"{corpus.name}: {corpus.info.documents} documents",
+            where=f"{corpus.info.name}: {corpus.info.documents} documents",
             fix=f"up to half of a small corpus becomes validation text, near-duplicates count as "
             f"one: add {2 * (FEWEST - documents)} different documents or more, as a folder of "
             "files, a .jsonl, or a .txt with a text on each line and --lines",
@@ -90,16 +89,8 @@ def _position_names() -> list[str]:
 
 def other_blocks(loaded: LoadedModel, texts: TextSet, block: int) -> tuple[Batch, ...]:
     """Texts that a patch is judged on beside validation text, cut as the corpus is."""
-    corpus = build_corpus(
-        texts,
-        loaded.tokenizer,
-        block=block,
-        batch_tokens=2,
-        validation_share=0.0,
-        first_token=loaded.first_token,
-    )
-    blocks = split_blocks(corpus, length_class(loaded.model)).train
-    return tuple(spread_blocks(blocks, MOST))
+    corpus = build_corpus(loaded, texts, block=block, validation_share=0.0)
+    return tuple(spread_blocks(corpus.train, MOST))
 
 
 def _document_losses(

@@ -23,14 +23,13 @@ from headwise.integrity.locks import one_writer
 from headwise.models.architectures import layers_of, require_plain
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.patch import Patch
-from headwise.models.rope import length_class
 from headwise.models.values import PatchInfo, model_name
 from headwise.progress import Budget, Progress, Work, silent, stage, unlimited
 from headwise.provenance import Origin, require_same_origin
 from headwise.ranks import by_the_first, is_first
 from headwise.settings import changed
 from headwise.surgery.fitting import fit_request
-from headwise.surgery.job import PREFIX, Held, Job, Tracker, choose_saving, hold, saving_of
+from headwise.surgery.job import PREFIX, Job, Tracker, choose_saving, last_hiddens, saving_of
 from headwise.surgery.modes import carry_out, random_heads_plan
 from headwise.surgery.operation import require_planned_model
 from headwise.surgery.plan import SurgeryPlan, planned_model
@@ -51,7 +50,7 @@ from headwise.surgery.values import (
     resumed_versions,
 )
 from headwise.texts.batches import Batch
-from headwise.texts.corpus import Corpus, build_corpus, split_blocks, spread_blocks
+from headwise.texts.corpus import Corpus, build_corpus, spread_blocks
 from headwise.texts.corpus_info import CorpusInfo
 from headwise.texts.text_sets import TextSet, as_text_set, bundled_texts, default_texts
 from headwise.texts.unigram import unigram_loss
@@ -113,7 +112,7 @@ class RepairRun:
 
     def to_frame(self) -> pd.DataFrame:
         """One row per optimizer step and validation, as in `trace.jsonl` (needs pandas)."""
-        return frame([row.to_json() for row in self.state.rows])
+        return frame(self.state.trace())
 
 
 @takes_model
@@ -130,7 +129,7 @@ def repair(
     seed: int = 0,
     resume: bool = False,
     force: bool = False,
-    excluded: Sequence[str] | None = None,
+    excluded: TextSet | Sequence[str] | None = None,
     tracker: str | None = None,
     keep: TextSet | Sequence[str] | None = None,
     also: TextSet | Sequence[str] | None = None,
@@ -150,7 +149,9 @@ def repair(
     """
     other = None if also is None else as_text_set(also, loaded.id)
     kept = None if keep is None else as_text_set(keep, loaded.id)
-    left_out = default_texts(loaded.id) if excluded is None else TextSet("given", tuple(excluded))
+    left_out = default_texts(loaded.id) if excluded is None else excluded
+    if not isinstance(left_out, TextSet):
+        left_out = TextSet("given", tuple(left_out))
     request = RepairRequest(
         plan=plan,
         mode=mode,
@@ -166,37 +167,10 @@ def repair(
         force=force,
         tracker=tracker,
     )
-    return fulfil(
-        loaded,
-        request,
-        corpus,
-        Path(out),
-        keep=kept,
-        also=other,
-        excluded=left_out.texts,
-        resume=resume,
-        budget=budget,
-        progress=progress,
-    )
-
-
-def fulfil(
-    loaded: LoadedModel,
-    request: RepairRequest,
-    corpus: TextSet | Corpus | Sequence[str] | None,
-    out: Path,
-    *,
-    keep: TextSet | None = None,
-    also: TextSet | None = None,
-    excluded: Sequence[str] = (),
-    resume: bool = False,
-    budget: Budget = unlimited,
-    progress: Progress = silent,
-) -> RepairRun:
-    """Carry a request out; `keep`, `also` and `excluded` are the texts that it names."""
+    out = Path(out)
     loaded, plan, fingerprint = _planned(loaded, request, progress)
     stage("tokenising the corpus", progress)
-    untrained = [*excluded, *(also.texts if also else ())]
+    untrained = [*left_out.texts, *(other.texts if other else ())]
     recipe, blocks = fit_request(loaded, request, corpus, untrained, judged=request.auto)
     _tell_corpus(blocks.info, progress)
     if request.auto:
@@ -214,9 +188,13 @@ def fulfil(
         budget(loaded.model, _asked_work(run))
         guard(loaded.model, recipe.block)
         track = _tracker(asked, out)  # refused before anything is written
-        held = _held(loaded, keep, recipe, excluded)
-        job = Job(loaded.model, run, blocks, out, track=track, held=held)
-        other = also or keep or bundled_texts()
+        job = Job(loaded.model, run, blocks, out, track=track)
+        if kept is not None and recipe.steps:
+            block, avoided = recipe.block, left_out.texts
+            held = build_corpus(loaded, kept, block=block, validation_share=0.0, excluded=avoided)
+            held = replace(held, train=tuple(spread_blocks(held.train, _HELD_BLOCKS)))
+            job = replace(job, kept=held, stock_hidden=last_hiddens(loaded.model, held.train))
+        other = other or kept or bundled_texts()
         return _finished(_run(loaded, job, other, resume, progress))
 
 
@@ -334,7 +312,7 @@ def _run(
     stage("reading the validation text with the model as it is", progress)
     stock, unigram = _stock_reading(loaded, job)
     patch, state = carry_out(job, directions, resume=resume, progress=progress)
-    kept = () if job.held is None else job.held.documents
+    kept = () if job.kept is None else job.kept.documents
     patch = replace(patch, documents=tuple(sorted({*job.corpus.documents, *kept})))
     run = replace(
         job.run,
@@ -390,7 +368,7 @@ def _judged(
 
 def _left_alone(job: Job, therapy: Therapy, state: RunState) -> RepairRun:
     """An empty patch, and a run that says so."""
-    if not state.rows:
+    if not state.trace():
         state.write_rows(job.out, job.run.identity)
     replace(therapy, run=job.run.identity).save(job.out)
     plan = without_targets(job.run.plan).model_dump(mode="json")
@@ -405,7 +383,7 @@ def _finished(done: RepairRun) -> RepairRun:
         done.settings,
         finished=True,
         patch=done.patch.fingerprint(),
-        trace_rows=len(done.state.rows),
+        trace_rows=len(done.state.trace()),
         map_rows=len(done.state.maps),
     )
     run.save(done.out)
@@ -457,26 +435,6 @@ def _outcome(run: RunSettings, state: RunState) -> Outcome:
     if run.recipe.steps and state.best_step != 0:
         return "trained"
     return "unchanged" if run.mode in ("gradient-only", "lora") else "sham"
-
-
-def _held(
-    loaded: LoadedModel, keep: TextSet | None, recipe: Recipe, excluded: Sequence[str]
-) -> Held | None:
-    """The stock model's behaviour on the text that it shall keep."""
-    if keep is None or not recipe.steps:
-        return None
-    corpus = build_corpus(
-        keep,
-        loaded.tokenizer,
-        block=recipe.block,
-        batch_tokens=2,
-        validation_share=0.0,
-        excluded=excluded,
-        first_token=loaded.first_token,
-    )
-    blocks = split_blocks(corpus, length_class(loaded.model)).train
-    held = hold(loaded.model, spread_blocks(blocks, _HELD_BLOCKS))
-    return replace(held, documents=corpus.documents)
 
 
 def _with_saving(job: Job, progress: Progress) -> RunSettings:

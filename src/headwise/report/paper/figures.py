@@ -158,8 +158,8 @@ def loss_by_step(source: Source | None) -> Figure | None:
     if runs and source is not None:
         axes = grid[0]
         for colour, run in zip(LINES * 3, runs, strict=False):
-            steps = [check.step for check in run.validations]
-            values = [math.exp(check.loss) for check in run.validations]
+            steps = list(run.validations)
+            values = [math.exp(loss) for loss in run.validations.values()]
             axes.plot(steps, values, color=colour, lw=1.4, marker=".", ms=4, label=run.arm)
             lowest = int(np.argmin(values))
             axes.scatter(steps[lowest], values[lowest], s=46, fc="none", ec=colour, lw=1.4)
