@@ -44,7 +44,8 @@ def test_without_a_terminal_there_are_lines_now_and_then(capsys, monkeypatch):
             progress("work", done, 6, f"loss {done}" if done else "")
     out, err = capsys.readouterr()
     assert out == "a stage\n"
-    assert err == "work: 3/6 loss 3\nwork: 6/6 loss 6\n"  # 6 seconds a step, a line every 15
+    told = "work: 3/6 loss 3, 18 s left\nwork: 6/6 loss 6, 0 s left\n"
+    assert err == told  # 6 seconds a step, a line every 15
 
 
 def test_on_a_terminal_a_bar_is_drawn_and_taken_away(capsys, monkeypatch):

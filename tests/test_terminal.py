@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from headwise.cli import app, show
 from headwise.cli.options import wrote
+from headwise.cli.progress_bar import progress_bars
 from headwise.cli.repair import run_lines
 from headwise.cli.show import console, grid_of, head_grid, rich_table
 from headwise.diagnosis.view import diagnosis_table
@@ -148,3 +149,53 @@ def test_a_triage_without_its_diagnosis_is_refused_before_anything_is_loaded(tmp
     done = CliRunner().invoke(app, ["triage", "some/model", "--diagnosis", str(tmp_path / "d")])
     assert isinstance(done.exception, HeadwiseError)
     assert "loading" not in done.output
+
+
+def test_a_verb_ends_with_what_was_found_and_a_command_that_can_be_typed(capsys, tmp_path):
+    wrote([tmp_path / "a.json"], "3 of 48 heads", ["triage", "my model", "--diagnosis", tmp_path])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:] == [
+        "3 of 48 heads",
+        f"next: headwise triage 'my model' --diagnosis {tmp_path}",
+    ]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["diagnose", "pateint"],
+        ["diagnose", "/gone/model"],
+        ["evaluate", "patient", "--patch", "gone.safetensors"],
+        ["capture", "patient", "--patch", "gone.safetensors"],
+        ["complete", "patient", "--prompts", "gone.txt"],
+        ["apply", "patient", "gone.safetensors"],
+        ["repair", "patient", "--treatment", "gone"],
+    ],
+)
+def test_a_mistyped_name_is_refused_before_torch_is_loaded(words):
+    code = (
+        "import sys\nfrom headwise.cli import app\nfrom headwise.errors import HeadwiseError\n"
+        "try: app(sys.argv[1:])\nexcept HeadwiseError as error: print(error)\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "False", done.stderr
+    assert "fix" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["diagnose", "check", "triage", "evaluate", "complete"])
+def test_a_second_writer_is_refused_before_the_model_is_loaded(name, tmp_path, monkeypatch):
+    from headwise.integrity.locks import one_writer
+
+    diagnosis_of(stock_mass()).save(tmp_path / "diagnosis.json")
+    more = ["--diagnosis", str(tmp_path)] if name == "triage" else []
+    with one_writer(tmp_path):
+        done = CliRunner().invoke(app, [name, "patient", *more, "--out", str(tmp_path)])
+    assert "another process writes here" in str(done.exception)
+
+
+def test_a_line_that_arms_of_a_study_share_is_printed_once(capsys, monkeypatch):
+    with progress_bars() as progress:
+        for line in ("arm a", "reading", "arm b", "reading"):
+            progress(line, 0, 0, "")
+    assert capsys.readouterr().out.splitlines() == ["arm a", "reading", "arm b"]

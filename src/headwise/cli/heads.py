@@ -10,12 +10,24 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typing_extensions import Doc
 
-from headwise.cli.app import resumable
-from headwise.cli.options import Figures, Model, Out, Reading, alarm, announce, load, wrote
+from headwise.cli.options import (
+    Figures,
+    Model,
+    Out,
+    Reading,
+    alarm,
+    announce,
+    in_one_go,
+    load,
+    require_files,
+    trained_on,
+    wrote,
+)
 from headwise.cli.verbs import verb
 from headwise.diagnosis.settings import DiagnoseSettings
 from headwise.keywords import Seed, keywords_of
 from headwise.models.settings import LoadSettings
+from headwise.progress import stage
 from headwise.surgery.plan_settings import PlanSettings
 from headwise.texts.settings import TextSettings
 
@@ -35,24 +47,29 @@ def diagnose_verb(
     out: Out = Path("out/diagnosis"),
 ) -> None:
     """Measure every head: where its attention goes, what it gives, whether it collapsed."""
-    loaded, texts = reading.open(settings.max_length)
-    from headwise.cli.progress_bar import progress_bars
+    with in_one_go(out) as progress:
+        loaded, texts = reading.open(settings.max_length)
+        from headwise.diagnosis.diagnose import diagnose
+
+        diagnosis = diagnose(loaded, texts, **keywords_of(settings), progress=progress)
+        written = [diagnosis.save(out / "diagnosis.json")]
+        if figures:
+            stage("drawing figures", progress)
+            from headwise.diagnosis.figures import diagnosis_figures
+
+            written += diagnosis_figures(diagnosis, out)
     from headwise.cli.show import console, head_grid, rich_table, role_map
-    from headwise.diagnosis.diagnose import diagnose
     from headwise.diagnosis.view import diagnosis_table
 
-    with resumable("nothing was written"), progress_bars() as progress:
-        diagnosis = diagnose(loaded, texts, **keywords_of(settings), progress=progress)
-    written, screen = [diagnosis.save(out / "diagnosis.json")], console()
-    if figures:
-        screen.print("drawing figures", style="dim")
-        from headwise.diagnosis.figures import diagnosis_figures
-
-        written += diagnosis_figures(diagnosis, out)
+    screen = console()
     screen.print(head_grid(diagnosis))
     screen.print(role_map(diagnosis))
     screen.print(rich_table(diagnosis_table(diagnosis)))
-    wrote(written)
+    counts, then = diagnosis.counts, ["checkup", *reading.again]
+    if counts["sick"]:
+        then = ["triage", *reading.again, "--diagnosis", str(out)]
+    found = f"{counts['sick']} of {counts['total']} heads give most attention to the first token"
+    wrote(written, found, then)
     alarm(diagnosis.alarms)
 
 
@@ -71,26 +88,28 @@ def survey_verb(
     out: Out = Path("out/survey"),
 ) -> None:
     """Compare several models, or saved diagnoses, in one table and one figure."""
-    from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import print_tables
     from headwise.diagnosis.figures import survey_panels
     from headwise.diagnosis.survey import survey
     from headwise.diagnosis.view import survey_table
     from headwise.drawing import save_figure
 
-    with resumable("nothing was written"), progress_bars() as progress:
+    with in_one_go(out) as progress:
         result = survey(
             _surveyed(sources, loading),
             texts=texts.read(),
             **keywords_of(settings),
             progress=progress,
         )
-    written = [
-        result.save(out / "survey.json"),
-        *save_figure(survey_panels(result), out / "survey"),
-    ]
+        written = [
+            result.save(out / "survey.json"),
+            *save_figure(survey_panels(result), out / "survey"),
+        ]
     print_tables([survey_table(result)])
-    wrote(written)
+    most = max(range(len(result.rows)), key=lambda i: result.rows[i].sick_share)
+    row = result.rows[most]
+    found = f"{row.model} has the largest share of sick heads: {row.sick} of {row.total_heads}"
+    wrote(written, found, ["checkup", result.diagnoses[most].model.id])
 
 
 def _surveyed(sources: Sequence[str], loading: LoadSettings) -> Iterator[str | LoadedModel]:
@@ -120,27 +139,27 @@ def check_verb(
     """Is the architecture known, and are its heads separable?"""
     announce(model)
     from headwise.artefacts import save_artefact
-    from headwise.cli.show import check_summary, console
+    from headwise.cli.show import check_summary
     from headwise.errors import UnknownArchitectureError
-    from headwise.forward.separability import check
 
-    screen = console()
-    loaded = load(model, loading)
-    screen.print("moving every kind of slice, one at a time", style="dim")
-    result = check(loaded.model, seed=seed)
-    path = save_artefact(out / "check.json", "check", {**result.to_json(), "model": loaded.id})
+    with in_one_go(out) as progress:
+        from headwise.forward.separability import check
+
+        loaded = load(model, loading)
+        stage("moving every kind of slice, one at a time", progress)
+        result = check(loaded.model, seed=seed)
+        path = save_artefact(out / "check.json", "check", {**result.to_json(), "model": loaded.id})
     if not result.passed:
         raise UnknownArchitectureError(
             f"the heads of {model} are not separable as the table says: {result.reason()}",
             fix="correct its row in models/families/known_families.py, or leave it alone",
         )
-    screen.print(check_summary(loaded, result))
     if write_row:
         from headwise.models.architectures import architecture_of
         from headwise.models.families.proposal import row_text
 
         typer.echo(row_text(loaded.model.config.model_type, architecture_of(loaded.model)))
-    wrote([path])
+    wrote([path], check_summary(loaded, result), ["checkup", model])
 
 
 @verb(
@@ -179,7 +198,8 @@ def plan_verb(
     path = out if out.suffix in (".yaml", ".yml") else out / "plan.yaml"
     plan.save(path)
     print_tables([plan.table()])
-    wrote([path])
+    found = f"{len(plan.target_heads)} heads of {plan.model.id} are to be treated"
+    wrote([path], found, ["repair", *trained_on(plan.model.id), "--plan", path])
 
 
 @verb(
@@ -198,6 +218,7 @@ def apply_verb(
     force: Annotated[bool, Doc("Accept another base.")] = False,
 ) -> None:
     """Write an ordinary model directory with patches merged in, or taken out again."""
+    require_files(patches)
     announce(model)
     from headwise.cli.show import console
     from headwise.handover.merging import apply_patches
@@ -210,6 +231,5 @@ def apply_verb(
         from headwise.handover.shrinking import Shrunken
 
         console().print(str(Shrunken.load(out)))
-    console().print(
-        f"wrote a model with {len(read)} patch(es) {'undone' if undo else 'merged'} in {out}"
-    )
+    done = f"{len(read)} patch{'es' * (len(read) > 1)} {'undone' if undo else 'merged'}"
+    wrote([], f"wrote a model with {done} in {out}", ["diagnose", out])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,15 +13,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typing_extensions import Doc
 
-from headwise.cli.app import quiet
+from headwise.artefacts import is_there
+from headwise.cli.app import quiet, resumable
+from headwise.errors import ArtefactError
 from headwise.keywords import keywords_of
-from headwise.models.settings import LoadSettings
+from headwise.models.patient import PATIENTS
+from headwise.models.settings import LoadSettings, model_path
 from headwise.texts.settings import TextSettings
 
 if TYPE_CHECKING:
     from headwise.alarms import Alarm
     from headwise.models.loaded_model import LoadedModel
-    from headwise.progress import Budget, Work
+    from headwise.progress import Budget, Progress, Work
     from headwise.texts.text_sets import TextSet
 
 
@@ -43,6 +48,12 @@ class Reading:
         announce(self.model)
         texts = self.texts.read()
         return load_reader(self.model, self.loading, max_length), texts
+
+    @property
+    def again(self) -> list[str]:
+        """Model and texts for the next command."""
+        named = ["--texts", *self.texts.texts] if self.texts.texts else []
+        return [self.model, *named, *["--lines"] * self.texts.lines]
 
 
 @dataclass(frozen=True)
@@ -88,9 +99,10 @@ def load(name: str, loading: LoadSettings) -> LoadedModel:
 
 
 def announce(name: str) -> None:
-    """Say that a model is being loaded before torch is, which alone takes seconds."""
+    """Refuse a path to nothing, and say what is loaded, before torch is, which takes seconds."""
     from headwise.cli.show import console
 
+    model_path(name)
     console().print(f"loading {name}", style="dim")
 
 
@@ -123,8 +135,34 @@ def alarm(alarms: Sequence[Alarm]) -> None:
         screen.print(str(one), style="bold red", markup=False)
 
 
-def wrote(paths: list[Path]) -> None:
-    """Say which files were written."""
+def require_files(paths: Sequence[Path]) -> None:
+    """Refuse a file that is not there before torch is loaded, which takes seconds."""
+    for path in paths:
+        if not is_there(path):
+            raise ArtefactError("no such file", where=path, fix="check the path")
+
+
+def trained_on(model: str) -> list[str]:
+    """The corpus option for the next command: the patient has one of its own."""
+    return [model, *([] if model in PATIENTS else ["--corpus", "my_texts/"])]
+
+
+@contextmanager
+def in_one_go(out: Path) -> Iterator[Progress]:
+    """Work that is written when it is done: no other process may write there meanwhile."""
+    from headwise.cli.progress_bar import progress_bars
+    from headwise.integrity.locks import one_writer
+
+    try:
+        with resumable("nothing was written"), one_writer(out), progress_bars() as progress:
+            yield progress
+    finally:
+        with suppress(OSError):  # of a command that failed no empty folder stays
+            out.rmdir()
+
+
+def wrote(paths: Sequence[Path], found: str = "", then: Sequence[object] = ()) -> None:
+    """How a verb ends: the files, what was found, and the command that one would type next."""
     from headwise.cli.show import console
 
     folders = sorted({path.parent for path in paths})
@@ -133,5 +171,11 @@ def wrote(paths: list[Path]) -> None:
     if drawings:
         figures = len({path.stem for path in drawings})
         names.append(f"{figures} figure{'s' * (figures > 1)} (PNG, SVG)")
-    line = f"wrote {', '.join(names)} in {', '.join(map(str, folders))}"
-    console().print(line, style="dim")
+    screen = console()
+    if names:
+        line = f"wrote {', '.join(names)} in {', '.join(map(str, folders))}"
+        screen.print(line, style="dim")
+    if found:
+        screen.print(found)
+    if then:
+        screen.print(f"next: headwise {shlex.join(map(str, then))}", soft_wrap=True)

@@ -39,18 +39,32 @@ def progress_bars() -> Iterator[Progress]:
         yield _PlainLines()
 
 
-class _LiveBar:
+class _Stages:
+    """The lines between the bars; what several arms of a study say in the same words, once."""
+
+    def __init__(self) -> None:
+        self.title = ""
+        self.stages: set[str] = set()
+
+    def show(self, line: str) -> None:
+        """Print a line that was not printed before."""
+        if line not in self.stages:
+            self.stages.add(line)
+            console().print(line)
+
+
+class _LiveBar(_Stages):
     """One bar at a time: a new title takes the place of the old one."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.bar: Bar | None = None
-        self.title = ""
 
     def __call__(self, title: str, done: int, total: int, note: str) -> None:
         if total == 0 or title != self.title:
             self.stop()
         if total == 0:
-            console().print(title)
+            self.show(title)
             return
         if self.bar is None:
             self.bar, self.title = _bar(), title
@@ -81,21 +95,23 @@ def _bar() -> Bar:
     )
 
 
-class _PlainLines:
+class _PlainLines(_Stages):
     """A line now and then, so that logs stay readable."""
 
     def __init__(self) -> None:
-        self.title = ""
-        self.last = time.monotonic()
+        super().__init__()
+        self.last = self.start = time.monotonic()
+        self.first = 0
 
     def __call__(self, title: str, done: int, total: int, note: str) -> None:
         if total == 0:
-            console().print(title)
+            self.show(title)
             return
         now = time.monotonic()
         if title != self.title or done == 0:
-            self.title, self.last = title, now
+            self.title, self.last, self.start, self.first = title, now, now, done
         if now - self.last >= _PLAIN_EVERY:
             self.last = now
-            sys.stderr.write(f"{title}: {done}/{total} {note}".rstrip() + "\n")
+            left = f"{(total - done) * (now - self.start) / max(done - self.first, 1):.0f} s left"
+            sys.stderr.write(f"{title}: {done}/{total} {note}".rstrip() + f", {left}\n")
             sys.stderr.flush()

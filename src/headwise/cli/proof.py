@@ -19,7 +19,9 @@ from headwise.cli.options import (
     alarm,
     announce,
     budget,
+    in_one_go,
     load_reader,
+    require_files,
     wrote,
 )
 from headwise.cli.verbs import verb
@@ -44,13 +46,11 @@ def evaluate_verb(
     yes: Yes = False,
 ) -> None:
     """Perplexities with intervals, what every head is worth, dormant neurons."""
-    loaded, texts = reading.open(settings.max_length)
-    from headwise.cli.progress_bar import progress_bars
-    from headwise.cli.show import print_tables
-    from headwise.proof.evaluate import evaluate
-    from headwise.proof.view import evaluation_tables
+    require_files(settings.patches)
+    with in_one_go(out) as progress:
+        loaded, texts = reading.open(settings.max_length)
+        from headwise.proof.evaluate import evaluate
 
-    with resumable("nothing was written"), progress_bars() as progress:
         evaluation = evaluate(
             loaded,
             None if texts is None else [texts],
@@ -58,8 +58,17 @@ def evaluate_verb(
             budget=budget(yes),
             progress=progress,
         )
+        path = evaluation.save(out / "evaluation.json")
+    from headwise.cli.show import print_tables
+    from headwise.proof.view import evaluation_line, evaluation_tables
+
     print_tables(evaluation_tables(evaluation))
-    wrote([evaluation.save(out / "evaluation.json")])
+    then: list[object] = ["diagnose", *reading.again]
+    if settings.patches:
+        then = ["report", settings.patches[-1].parent, "--after", out]
+    elif evaluation.heads.ablation_zero:
+        then = ["plan", out, "--heads", "ablation_cost < 0.001"]
+    wrote([path], evaluation_line(evaluation), then)
     alarm(evaluation.alarms)
 
 
@@ -79,22 +88,27 @@ def complete_verb(
     out: Out = Path("out/completions"),
 ) -> None:
     """Complete prompts with the stock model and with each patch, side by side."""
-    announce(model)
-    from headwise.cli.progress_bar import progress_bars
-    from headwise.cli.show import print_tables
+    require_files(patches)
     from headwise.proof.completed_texts import read_prompts
-    from headwise.proof.completions import complete
-    from headwise.proof.view import completions_table
 
     chosen = None if prompts is None else read_prompts(prompts)
-    loaded = load_reader(model, loading)
-    with resumable("nothing was written"), progress_bars() as progress:
+    announce(model)
+    with in_one_go(out) as progress:
+        from headwise.proof.completions import complete
+
+        loaded = load_reader(model, loading)
         completions = complete(
             loaded, chosen, sampling, patches=patches, batch_size=batch_size, progress=progress
         )
+        path = completions.save(out / "completions.json")
+    from headwise.cli.show import print_tables
+    from headwise.proof.view import completions_table
+
     print_tables([completions_table(completions)])
     _show_some(completions)
-    wrote([completions.save(out / "completions.json")])
+    told = [word for patch in patches for word in ("--patch", patch)]
+    found = "two of the prompts are shown; a completion proves nothing: measure the loss"
+    wrote([path], found, ["evaluate", model, *told])
     alarm(completions.alarms)
 
 
@@ -137,7 +151,11 @@ def compare_verb(
     written = [comparison.save(out / "comparison.json")]
     if csv:
         written.append(write_text(out / "comparison.csv", comparison.to_csv()))
-    wrote(written)
+    moves = comparison.transitions
+    found = f"sick heads: {moves.counts_before['sick']} before, {moves.counts_after['sick']} after"
+    for name, loss in comparison.losses.items():
+        found += f"; loss on {name}: {loss.verdict}"
+    wrote(written, found, ["report", run] if run else [])
     alarm(comparison.alarms)
 
 
@@ -157,9 +175,9 @@ def capture_verb(
     to: Output = Output(Path("out/qk")),
 ) -> None:
     """Record query and key vectors as Parquet, in the sniffed-qk layout."""
+    require_files(patches)
     loaded, texts = reading.open(settings.max_length)
     from headwise.cli.progress_bar import progress_bars
-    from headwise.cli.show import console
     from headwise.plasticity.capture import capture
 
     with resumable(f"add --resume to go on in {to.out}"), progress_bars() as progress:
@@ -178,7 +196,8 @@ def capture_verb(
         )
     count, files = sum(captured.rows.values()), len(captured.rows)
     note = f"\nnote: {captured.note}" if captured.note else ""
-    console().print(f"{count:,} query and key vectors, {files} files, in {captured.folder}{note}")
+    found = f"{count:,} query and key vectors, {files} files, in {captured.folder}{note}"
+    wrote([], found, ["plasticity", captured.folder])
 
 
 @verb(
@@ -224,6 +243,11 @@ def plasticity_verb(
     screen = console()
     screen.print(plasticity_table(plasticity))
     screen.print(f"{plasticity.caps}\nwrote tables, plasticity.json{drawn} in {out}", style="dim")
+    values = {f"L{h.layer}H{h.q_head}": h.ap_overall for h in plasticity.heads}
+    known = {name: value for name, value in values.items() if value is not None}
+    if known:
+        firmest, mean = min(known, key=known.__getitem__), sum(known.values()) / len(known)
+        wrote([], f"mean plasticity {mean:.2f}; the firmest head: {firmest}, {known[firmest]:.2f}")
     for failure in plasticity.failures:
         typer.echo(
             f"headwise: L{failure.layer}H{failure.q_head} failed: {failure.reason}", err=True

@@ -51,15 +51,16 @@ def repair_verb(
     to: Output = Output(Path("out/run")),
 ) -> None:
     """Operate on the plan's heads and train only their slices, or run a control."""
-    announce(model)
-    from headwise.cli.progress_bar import progress_bars
-    from headwise.cli.show import console
     from headwise.surgery.plan import SurgeryPlan
     from headwise.surgery.settings import RepairRequest
     from headwise.texts.text_sets import default_corpus, read_texts
 
     plan = SurgeryPlan.load(files.plan) if files.plan else None
     RepairRequest(plan=plan, **keywords_of(settings)).require_plan()
+    announce(model)
+    from headwise.cli.progress_bar import progress_bars
+    from headwise.cli.show import console
+
     lines = files.lines
     corpus = read_texts(files.corpus, lines=lines) if files.corpus else default_corpus(model)
     corpus = corpus.first(files.limit)
@@ -88,7 +89,11 @@ def repair_verb(
     for line in run_lines(run, plan):
         console().print(line)
     names = ("patch.safetensors", "trace.jsonl", "maps.jsonl", "run.json", "therapy.json")
-    wrote([run.out / name for name in names if (run.out / name).exists()])
+    patch = run.out / "patch.safetensors"
+    then: list[object] = ["evaluate", model, "--patch", patch, "--out", "out/after"]
+    if run.outcome == "empty":
+        then = ["prune", model]
+    wrote([path for name in names if (path := run.out / name).exists()], then=then)
     alarm(run.alarms)
 
 

@@ -119,10 +119,19 @@ def _write_report(
     triage: Path | None = None,
     paper: bool | None = None,
 ) -> None:
-    from headwise.cli.show import console
+    from headwise.cli.show import console, print_tables
 
     console().print(f"reading {source}, drawing figures", style="dim")
+    from headwise.report.source import read_source
+    from headwise.report.tables import arms_summary
+    from headwise.report.verdict import judge
     from headwise.report.write import write_report
 
     path = write_report(source, out, before=before, after=after, triage=triage, paper=paper)
-    console().print(f"look at {path}")
+    read = read_source(source, before, after, triage)
+    if len(read.arms()) > 1:
+        print_tables([arms_summary(read)])
+    patch, then = source / "patch.safetensors", ["checkup", "MODEL"]
+    if patch.exists() and read.model is not None:
+        then = ["apply", read.model.id, str(patch), "--out", "repaired/"]
+    wrote([], f"{judge(read).headline}\nlook at {path}", then)

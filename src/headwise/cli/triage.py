@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typing_extensions import Doc
 
-from headwise.cli.app import resumable
-from headwise.cli.options import Out, Reading, Yes, budget, wrote
+from headwise.cli.options import Out, Reading, Yes, budget, in_one_go, trained_on, wrote
 from headwise.cli.verbs import verb
 from headwise.triaging.settings import TriageSettings
 
@@ -36,13 +35,10 @@ def triage_verb(
     from headwise.proof.compare import read_snapshot
 
     source = read_snapshot(diagnosis).diagnosis  # first: it is refused sooner than a model loads
-    loaded, texts = reading.open(settings.max_length)
-    from headwise.cli.progress_bar import progress_bars
-    from headwise.cli.show import console, print_tables
-    from headwise.triaging.triage import triage
-    from headwise.triaging.view import triage_table
+    with in_one_go(out) as progress:
+        loaded, texts = reading.open(settings.max_length)
+        from headwise.triaging.triage import triage
 
-    with resumable("nothing was written"), progress_bars() as progress:
         triaged = triage(
             loaded,
             source,
@@ -53,9 +49,21 @@ def triage_verb(
             budget=budget(yes),
             progress=progress,
         )
+        path = triaged.save(out / "triage.json")
+    from headwise.cli.show import console, print_tables
+    from headwise.therapy.auto import SPARED
+    from headwise.triaging.view import triage_table
+
     console().print(triage_grid(triaged))
     print_tables([triage_table(triaged)])
-    wrote([triaged.save(out / "triage.json")])
+    counts = {name: count for name, count in triaged.counts.items() if count}
+    found = f"{len(triaged.heads)} heads judged: " + ", ".join(
+        f"{count} {name}" for name, count in counts.items()
+    )
+    then = ["prune", *reading.again]
+    if counts.keys() - SPARED:
+        then = ["repair", *trained_on(reading.model), "--treatment", "auto"]
+    wrote([path], found, then)
 
 
 def triage_grid(triage: Triage) -> Text:

@@ -62,7 +62,9 @@ def watch_verb(
 
         written += film_figures(film, to.out)
     _show(film)
-    wrote(written)
+    sick = [len(reading.sick) for reading in (film.readings[0], film.readings[-1])]
+    found = f"sick heads: {sick[0]} at the first checkpoint, {sick[1]} at the last"
+    wrote(written, found, ["report", to.out])
     alarm([head.alarm for head in film.alarms])
 
 

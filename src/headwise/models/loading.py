@@ -40,8 +40,8 @@ from headwise.models.description import keep_fingerprint
 from headwise.models.first_token import decide_first_token
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.offloading import held_tensor, plain_parts
-from headwise.models.patient import PATIENTS, empty_patch_path, patient_dir
-from headwise.models.settings import LoadSettings
+from headwise.models.patient import empty_patch_path
+from headwise.models.settings import LoadSettings, model_path
 from headwise.models.stored_weights import empty_model, stored_weights
 from headwise.models.tensor_files import StoredTensor, stored_tensors
 from headwise.values import MOST
@@ -70,17 +70,11 @@ def load_model(
     by layer; by default that is done if they do not fit into memory.
     """
     LoadSettings(dtype=dtype)  # refuses one that is unknown
-    if not name.strip():
-        raise ModelError("the name of the model is empty", fix="pass a hub id or a directory")
-    path = patient_dir() if name in PATIENTS else Path(name)
+    path = model_path(name)
     options: Options = {"trust_remote_code": trust_remote_code}
     source: str = str(path) if is_there(path) else name
     if path.suffix == ".gguf":
-        if not path.is_file():
-            raise ModelError("no such GGUF file", where=path, fix="check the path")
         source = str(converted_gguf(path))
-    elif not is_there(path) and (name.startswith((".", "/")) or name.count("/") > 1):
-        raise ModelError("no such model directory", where=name, fix="check the path")
     elif not path.exists():
         _require_hub(name)
     if path.is_dir():

@@ -50,7 +50,9 @@ def read_prompts(path: Path) -> list[Prompt]:
     try:
         lines = [line for line in path.read_text("utf-8").split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise TextError(f"prompts cannot be read ({error})", where=path) from None
+        raise TextError(
+            f"prompts cannot be read ({error})", where=path, fix="check the path"
+        ) from None
     if not lines:
         raise TextError("no prompts", where=path, fix="one prompt a line, or .jsonl with `prompt`")
     if path.suffix != ".jsonl":

@@ -54,6 +54,18 @@ def evaluation_tables(found: Evaluation) -> list[Table]:
     return tables
 
 
+def evaluation_line(found: Evaluation) -> str:
+    """What an evaluation says, in one line."""
+    parts = [f"perplexity {e.perplexity.value:.4g} on {n}" for n, e in found.text_sets.items()]
+    for name, change in (found.against_stock or {}).items():
+        parts.append(f"this patch {loss_verdict(change)} ({change.value:+.4f} nats on {name})")
+    alone = [c for n, c in found.heads.ablation_zero.items() if not n.startswith(JOINT)]
+    if alone:
+        costly = sum(cost.interval.low > 0 for cost in alone)
+        parts.append(f"{costly} of {len(alone)} heads cost loss when they are silenced")
+    return "; ".join(parts)
+
+
 def _counted(evaluation: Evaluation) -> str:
     """On which texts sick heads were counted here, and for the plan: the counts may differ."""
     on, plans = evaluation.diagnosis.provenance.basis, plans_of(evaluation.patches)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -149,6 +150,15 @@ def arms_side_by_side(source: Source) -> Table:
         ],
         missing="No arm was run here.",
     )
+
+
+def arms_summary(source: Source) -> Table:
+    """What a terminal shows of the arms: the columns that tell them apart, in 80 letters."""
+    every = arms_side_by_side(source)
+    shown = {"arm": 0, "heads treated": 5, "not sick now": 6, "loss - stock (95% interval)": -2}
+    columns = tuple(replace(every.columns[at], name=name) for name, at in shown.items())
+    rows = tuple(tuple(row[at] for at in shown.values()) for row in every.rows)
+    return Table("what each arm did, on held-out text (nats per token)", columns, rows)
 
 
 def _recovered(runs: Sequence[Condition]) -> list[Entry]:

@@ -189,7 +189,9 @@ def _one_pass(
     if not (folder / "plan.yaml").exists():
         plan.save(folder / "plan.yaml")
     done = arm.treatment or arm.mode
-    stage(f"{arm.name} s{seed}: {done} on {len(plan.target_heads)} heads", setting.progress)
+    way = f"{done} on " * (done != arm.name)
+    line = f"arm {arm.name}, seed {seed}: {way}{len(plan.target_heads)} heads"
+    stage(line, setting.progress)
     keep = read_texts(arm.keep) if arm.keep else None
     request = setting.study.request(arm, seed, plan)
 

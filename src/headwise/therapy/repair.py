@@ -256,7 +256,7 @@ def _tell_corpus(info: CorpusInfo, progress: Progress) -> None:
     """What near-duplicates did to the corpus, where there are any."""
     if info.near_excluded:
         stage(
-            f"{info.near_excluded} documents are left out: near-duplicates of evaluation texts",
+            f"left out of the corpus: {info.near_excluded} near-duplicates of evaluation texts",
             progress,
         )
     if info.near_duplicates:
