@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from headwise.cli import app
 from headwise.errors import HeadwiseError, ModelError
 from headwise.handover.gguf_file import export_gguf, export_lora_gguf
+from headwise.handover.merging import apply_patches
 from headwise.heads import Head
 from headwise.models.loading import load_model
 from headwise.models.patch import Patch, Slice
@@ -78,6 +79,19 @@ def test_a_patched_file_read_back_is_the_patched_model(base, error, tmp_path):
     assert set(written.tensors) == {
         f"blk.{layer}.attn_{role}.weight" for layer in (0, 1) for role in ("q", "output")
     }
+
+
+@pytest.mark.parametrize("base", ["F32", "F16", "Q8_0", "Q5_0", "Q4_1"], indirect=True)
+def test_its_logits_are_the_merged_directorys_within_the_quantisations_error(base, tmp_path):
+    """That error is measured: what rounding did to the logits of the whole model, mean square."""
+    patch = changed_patch(base)
+    export_gguf(base, patch, tmp_path / "patched.gguf")
+    apply_patches(base, [patch], tmp_path / "merged")
+    merged = logits(load_model(str(tmp_path / "merged"), bos=False).model)
+    again = logits(load_model(str(tmp_path / "patched.gguf"), bos=False).model)
+    quantised = (logits(base.model) - logits(tiny_llama())).square().mean().sqrt()
+    allowed = quantised + 1e-6 * merged.square().mean().sqrt()
+    assert (again - merged).square().mean().sqrt() <= allowed
 
 
 def halve_blocks(path, name):
