@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
+import signal
+import subprocess
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -61,19 +65,49 @@ def test_a_table_counts_what_was_wrong():
     assert "| all | 3 | 1 | 1 | 1 |" in str(tally)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_killed_run_ends_with_the_same_bytes(tmp_path):
-    work = desk.verbs["repair, cached prefix"]
-    import random
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
-    chance = random.Random(3)
+
+@needs_fork
+def test_a_killed_run_ends_with_the_same_bytes(tmp_path):
+    work, chance, tally = desk.verbs["repair, cached prefix"], random.Random(3), Tally("kills")
     whole = kills._undisturbed(work, tmp_path / "whole", chance)
-    tally = Tally("kills")
     kills._killed_run(tally, "repair", work, tmp_path / "run", whole, chance)
     for fault in kills.FAULTS:
-        if fault != "read-only folder" or os.geteuid() == 0:
-            kills._disturb(tally, "repair", work, tmp_path / "fault", whole, fault, chance)
+        kills._disturb(tally, "repair", work, tmp_path / "fault", whole, fault, chance)
     assert tally.clean, str(tally)
+
+
+@needs_fork
+@pytest.mark.parametrize("fault", ["linked folders", "a stranger's files", "read-only folder"])
+def test_a_capture_touches_no_file_of_somebody_else(tmp_path, fault):
+    work, chance, tally = desk.verbs["capture"], random.Random(3), Tally("kills")
+    whole = kills._undisturbed(work, tmp_path / "whole", chance)
+    kills._disturb(tally, "capture", work, tmp_path / "fault", whole, fault, chance)
+    assert tally.clean, str(tally)
+
+
+@needs_fork
+def test_processes_that_outlive_a_killed_one_are_seen_and_ended(monkeypatch):
+    monkeypatch.setattr(kills, "ORPHANS", 1)
+
+    def leaves_an_orphan(out, *, resume):
+        subprocess.Popen(["sleep", "60"])
+
+    process = kills.start(leaves_an_orphan, Path(), resume=False)
+    assert kills.wait(process) == 0
+    assert not kills._is_gone(process)
+    assert kills._is_gone(process)  # it was ended
+
+
+def test_a_campaign_that_is_stopped_has_a_table_of_what_it_tried():
+    tally = Tally("x")
+    with tally.until_stopped():
+        tally.survives("a", "told")
+        os.kill(os.getpid(), signal.SIGTERM)
+        tally.survives("a", "told")
+    assert "| all | 1 | 1 | 0 | 0 |" in str(tally)
+    assert tally.notes["stopped early"] == 1
 
 
 @pytest.mark.faults

@@ -296,6 +296,21 @@ def test_a_killed_capture_goes_on_where_it_stopped(speaker, tmp_path, monkeypatc
     assert files(tmp_path / "killed") == files(whole.folder)
 
 
+def test_what_another_capture_staged_is_not_taken_for_this_ones(speaker, tmp_path, monkeypatch):
+    whole = captured(speaker, tmp_path / "whole")
+
+    def killed(*given):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as before:
+        before.setattr(capture, "_assemble", killed)
+        with pytest.raises(KeyboardInterrupt):
+            captured(speaker, tmp_path / "out", pre_rope=True)
+    (tmp_path / "out" / "capture.json").unlink()
+    captured(speaker, tmp_path / "out")
+    assert files(tmp_path / "out") == files(whole.folder)
+
+
 def test_resuming_a_finished_capture_does_nothing(speaker, tmp_path, monkeypatch):
     done = captured(speaker, tmp_path)
     before = files(tmp_path)

@@ -402,18 +402,21 @@ def test_a_lock_that_is_a_link_or_another_s_file_is_refused_and_left_alone(tmp_p
 
 
 def test_a_sweep_removes_only_what_headwise_left_half_written(tmp_path):
-    from headwise.artefacts import TEMPORARY, sweep
+    from headwise.artefacts import TEMPORARY, sweep, temporary_beside
 
     (tmp_path / "deep").mkdir()
     foreign = tmp_path / "deep" / ".editor.tmp"
     foreign.write_text("another program's")
     link = tmp_path / f".link.12345678{TEMPORARY}"
     link.symlink_to(foreign)
-    ours = tmp_path / "deep" / f".run.json.ab_12345{TEMPORARY}"
+    likely = tmp_path / f".run.json.0123abcd-0123abcd{TEMPORARY}"
+    likely.write_text("another program's, or a person's")
+    ours = temporary_beside(tmp_path / "deep" / "run.json")
     ours.write_text("half")
     sweep(tmp_path)
     assert not ours.exists()
     assert foreign.exists()
+    assert likely.exists()
     assert link.is_symlink()
 
 

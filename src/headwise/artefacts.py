@@ -11,8 +11,8 @@ import contextlib
 import hashlib
 import json
 import os
+import secrets
 import stat
-import tempfile
 from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,7 +23,7 @@ from headwise.integrity.checksums import CHECKSUM, check_text, sealed_text
 from headwise.ranks import is_first, may_write
 
 SCHEMA_VERSION = 1
-TEMPORARY = ".headwise-tmp"  # how our half-written files end: other programs' .tmp are not ours
+TEMPORARY = ".headwise-tmp"  # how half-written files end
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> Path:
@@ -34,17 +34,13 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> Path:
     path = Path(path)
     if not may_write():
         return path
-    temporary: str | None = None
+    temporary = temporary_beside(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(
-            dir=path.parent, prefix=f".{path.name}.", suffix=TEMPORARY
-        )
-        with os.fdopen(handle, "wb") as file:
+        with temporary.open("xb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())  # noqa: PTH101 - mkstemp makes it private
         os.replace(temporary, path)  # noqa: PTH105
     except OSError as error:
         raise ArtefactError(
@@ -53,10 +49,28 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> Path:
             fix="free disk space or choose a writable --out; earlier files there are untouched",
         ) from None
     finally:
-        if temporary is not None:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)  # noqa: PTH108
+        with contextlib.suppress(OSError):  # OSError: a name that no disk can hold
+            temporary.unlink()
     return path
+
+
+def temporary_beside(path: Path) -> Path:
+    """A name for what will become `path`; its checksum of itself shows that headwise chose it."""
+    name = f".{path.name}.{secrets.token_hex(4)}"
+    return path.with_name(f"{name}{_seal_of(name)}{TEMPORARY}")
+
+
+def is_temporary(path: Path) -> bool:
+    """Whether headwise chose this name: another program's file may end as ours do."""
+    name, seal = path.name[: -len(_SEAL + TEMPORARY)], path.name[-len(_SEAL + TEMPORARY) :]
+    return seal == f"{_seal_of(name)}{TEMPORARY}" and not path.is_symlink()
+
+
+_SEAL = "-01234567"
+
+
+def _seal_of(name: str) -> str:
+    return f"-{content_hash([name])[: len(_SEAL) - 1]}"
 
 
 def sweep(folder: Path) -> None:
@@ -64,7 +78,7 @@ def sweep(folder: Path) -> None:
     if not is_first():
         return
     for half_written in Path(folder).rglob(f".*{TEMPORARY}"):
-        if half_written.is_file() and not half_written.is_symlink():
+        if half_written.is_file() and is_temporary(half_written):
             half_written.unlink(missing_ok=True)
 
 
@@ -77,19 +91,14 @@ def own_folder(path: Path) -> Path:
     return path
 
 
-def remove_files(folder: Path, pattern: str) -> None:
+def remove_files(folder: Path, *patterns: str) -> None:
     """Remove headwise's own files of a folder, and the folder if nothing else is in it."""
-    for path in own_folder(folder).glob(pattern):
-        if path.is_file() and not path.is_symlink():
-            path.unlink()
+    for pattern in patterns:
+        for path in own_folder(folder).glob(pattern):
+            if path.is_file() and not path.is_symlink():
+                path.unlink()
     with contextlib.suppress(OSError):
         folder.rmdir()
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
 
 
 def write_bytes(path: Path, content: bytes) -> Path:

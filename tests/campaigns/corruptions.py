@@ -29,13 +29,14 @@ from headwise.plasticity.reader import find_heads, group_heads
 from headwise.plasticity.run import HeadFailure
 from headwise.plasticity.settings import PlasticitySettings
 from headwise.plasticity.values import CaptureInfo, HeadRecord, PlasticitySummary
-from headwise.plasticity.writer import is_whole
+from headwise.plasticity.writer import end_portion, is_whole
 from headwise.proof.completed_texts import Completions
 from headwise.proof.values import Comparison, Evaluation
 from headwise.studies.study import started_study
 from headwise.studies.summary import StudySummary
 from headwise.surgery.run_state import read_maps, read_trace
 from headwise.surgery.values import RunSettings
+from headwise.texts.corpus import Corpus
 from headwise.therapy.values import Therapy
 from headwise.triaging.values import Triage
 from headwise.values import to_plain
@@ -113,10 +114,11 @@ def _measured(folder):
 
 def _damaged_prefix(path):
     """Train on with a damaged cache: the file must be made again as it was."""
-    from headwise.surgery.job import _prefix
+    from headwise.surgery.job import Job, _prefix
 
-    batch = desk.random_block()
-    return _prefix(desk.loaded().model, 1, path, batch).numpy().tobytes()
+    run = RunSettings.load(path.parent.parent / "run")
+    job = Job(desk.loaded().model, run, Corpus("", (), (), run.corpus), path.parent)
+    return _prefix(job, path, desk.random_block()).numpy().tobytes()
 
 
 KINDS: dict[str, tuple[str, Read]] = {
@@ -148,7 +150,7 @@ KINDS: dict[str, tuple[str, Read]] = {
 
 def _staged(path):
     """A staged portion: whole as it was written, or captured again."""
-    return file_checksum(path) if is_whole(path.parent) else "captured again"
+    return file_checksum(path) if is_whole(path.parent, "a-capture") else "captured again"
 
 
 def prepare(folder):
@@ -158,7 +160,7 @@ def prepare(folder):
     _damaged_prefix(folder / ".headwise-prefix" / "0.safetensors")
     portion = folder / "portion"
     write_safetensors(portion / "l00q.safetensors", {"vectors": torch.ones(2, 3, 4)})
-    (portion / "done").write_text("l00q.safetensors")
+    end_portion(portion, "a-capture")
 
 
 def corrupt(folder: Path, count: int, seed: int) -> Tally:
@@ -166,16 +168,17 @@ def corrupt(folder: Path, count: int, seed: int) -> Tally:
     prepare(folder)
     tally, chance = Tally("corruptions"), random.Random(seed)
     whole = {kind: (read(folder / name), name) for kind, (name, read) in KINDS.items()}
-    for number in range(count):
-        kind = list(KINDS)[number % len(KINDS)]
-        value, name = whole[kind]
-        path = folder / name
-        kept = folder / "kept"
-        shutil.copyfile(path, kept)
-        damaged = damage(path.read_bytes(), chance)
-        path.write_bytes(damaged)
-        _judge(tally, kind, value, path, damaged == kept.read_bytes())
-        shutil.copyfile(kept, path)
+    with tally.until_stopped():
+        for number in range(count):
+            kind = list(KINDS)[number % len(KINDS)]
+            value, name = whole[kind]
+            path = folder / name
+            kept = folder / "kept"
+            shutil.copyfile(path, kept)
+            damaged = damage(path.read_bytes(), chance)
+            path.write_bytes(damaged)
+            _judge(tally, kind, value, path, damaged == kept.read_bytes())
+            shutil.copyfile(kept, path)
     return tally
 
 

@@ -207,14 +207,15 @@ def fuzz(folder: Path, count: int, seed: int, minutes: float | None = None) -> T
     makers |= {"patch header": inputs.patch_header, "texts": inputs.text_file}
     os.chdir(inputs.scratch)
     executed.clear()
-    for number in range(count):
-        if number % 1000 == 0 and time.monotonic() > end:
-            break
-        kind = kinds[number % len(kinds)]
-        maker = makers[kind]
-        if number % CONFIG_EVERY == 3:
-            kind, maker = "config", inputs.config_file
-        _try(tally, kind, maker())
+    with tally.until_stopped():
+        for number in range(count):
+            if number % 1000 == 0 and time.monotonic() > end:
+                break
+            kind = kinds[number % len(kinds)]
+            maker = makers[kind]
+            if number % CONFIG_EVERY == 3:
+                kind, maker = "config", inputs.config_file
+            _try(tally, kind, maker())
     for found in [*executed, *map(str, inputs.scratch.rglob(SENTINEL))]:
         tally.fails("code executed", found)
     return tally

@@ -7,6 +7,7 @@ leaves, byte by byte (the speed of a step apart).
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
@@ -17,24 +18,33 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from itertools import product
 from pathlib import Path
+
+import psutil
+import torch
 
 from campaigns import desk
 from campaigns.tally import Tally
 from headwise.artefacts import TEMPORARY
 from headwise.errors import HeadwiseError
+from headwise.plasticity.capture import STAGING
+from headwise.plasticity.run import HEADS_FOLDER
 from headwise.studies.run import run_study
+from headwise.surgery.job import PREFIX
 
 Work = Callable[..., object]
 KILLS_A_RUN = 4
 TRACEBACK = "traceback.txt"
 PATIENCE = 300  # seconds after which a run counts as hung
+ORPHANS = 20  # seconds in which a killed process's workers must have ended
 # a study loads models, plasticity starts interpreters: several times the cost of the others
 ROUNDS = {"study": 10, "plasticity": 5, "repair --treatment auto": 12}
 FAULTS = ("SIGTERM", "full disk", "two writers", "read-only folder", "a file for a folder")
-FAULTS += ("a linked lock", "a stranger's files")
+FAULTS += ("a linked lock", "linked folders", "a stranger's files", "leftovers of another model")
+HIDDEN = (PREFIX, STAGING, HEADS_FOLDER)  # folders that are gone when a run ends
 
 
 def _study(out, *, folder, resume=False):
@@ -129,14 +139,15 @@ def kill(folder: Path, count: int, seed: int, minutes: float | None = None) -> T
     whole = {name: _undisturbed(work, folder / "whole", chance) for name, work in verbs.items()}
     names = list(verbs)
     number = 0
-    while sum(tally.tried[verb] for verb in verbs) < count and time.monotonic() < end:
-        name = names[number % len(names)]
-        number += 1
-        if number <= ROUNDS.get(name, count) * len(names):
-            _killed_run(tally, name, verbs[name], folder / "run", whole[name], chance)
-    for name, fault in product(verbs, FAULTS):
-        if time.monotonic() < end:
-            _disturb(tally, name, verbs[name], folder / "fault", whole[name], fault, chance)
+    with tally.until_stopped():
+        while sum(tally.tried[verb] for verb in verbs) < count and time.monotonic() < end:
+            name = names[number % len(names)]
+            number += 1
+            if number <= ROUNDS.get(name, count) * len(names):
+                _killed_run(tally, name, verbs[name], folder / "run", whole[name], chance)
+        for name, fault in product(verbs, FAULTS):
+            if time.monotonic() < end:
+                _disturb(tally, name, verbs[name], folder / "fault", whole[name], fault, chance)
     return tally
 
 
@@ -158,12 +169,32 @@ def _killed_run(tally, name, work, out, whole, chance):
         time.sleep(chance.random() * seconds)
         os.kill(process, signal.SIGKILL)
         code = wait(process)
+        if not _is_gone(process):
+            return tally.fails(name, "its workers live on", lost=True)
         if code == 0:
             break  # it was done before its kill
         kills += 1
         if code != -signal.SIGKILL:
             return tally.fails(name, f"ended with {code} before its kill{_traceback(out)}")
     return _finish(tally, name, work, out, expected, kills, "resumed to the same bytes")
+
+
+def _is_gone(group: int) -> bool:
+    """Whether all processes that a killed one had started end soon after it."""
+    end = time.monotonic() + ORPHANS
+    while time.monotonic() < end:
+        alive = [one for one in psutil.process_iter(["status"]) if _group_of(one) == group]
+        if all(one.info["status"] == psutil.STATUS_ZOMBIE for one in alive):
+            return True
+        time.sleep(0.05)
+    os.killpg(group, signal.SIGKILL)
+    return False
+
+
+def _group_of(process: psutil.Process) -> int | None:
+    with suppress(ProcessLookupError):
+        return os.getpgid(process.pid)
+    return None
 
 
 def _finish(tally, name, work, out, expected, count, how):
@@ -188,13 +219,17 @@ def _disturb(tally, name, work, out, whole, fault, chance):
         return _two_writers(tally, name, work, out, expected)
     if fault == "a linked lock":
         return _linked_lock(tally, name, work, out)
+    if fault == "linked folders":
+        return _linked_folders(tally, name, work, out, expected)
+    if fault == "leftovers of another model":
+        return _leftovers(tally, name, work, out, whole, chance)
     if fault == "a stranger's files":
         return _strangers_files(tally, name, work, out, expected)
     if fault == "a file for a folder":
         return _told(tally, fault, work, _file_at(out))
     if fault == "read-only folder":
         out.mkdir(mode=0o555)
-        return _told(tally, fault, work, out, partial(os.setuid, 65534))
+        return _told(tally, fault, work, out, _powerless)
     if fault == "full disk":
         sizes = (resource.RLIMIT_FSIZE, (chance.randrange(200, 8000),) * 2)
         code = wait(start(work, out, resume=False, before=partial(resource.setrlimit, *sizes)))
@@ -206,6 +241,13 @@ def _disturb(tally, name, work, out, whole, fault, chance):
     if code not in (0, 1, 130, -signal.SIGTERM):
         return tally.fails(fault, f"{name} ended with {code}{_traceback(out)}")
     return _finish(tally, fault, work, out, expected, 1, "told, then resumed to the same bytes")
+
+
+def _powerless() -> None:
+    """Give up root's power to write everywhere (capset of Linux); others have none."""
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3, this process
+    if ctypes.CDLL(None).capset(header, (ctypes.c_uint32 * 6)()):
+        raise OSError("the process keeps its capabilities")
 
 
 def _file_at(out: Path) -> Path:
@@ -238,20 +280,84 @@ def _linked_lock(tally, name, work, out):
     return tally.survives("a linked lock", "the file behind it is untouched")
 
 
+FOREIGN = (
+    f".mine{TEMPORARY}",
+    f".run.json.0123abcd-0123abcd{TEMPORARY}",
+    "README.md",
+    "notes/mine.txt",
+    "prefix/mine.txt",
+    "checkpoints/step-mine.safetensors",
+    f"{PREFIX}/mine.safetensors",
+    f"{STAGING}/portion-000000/mine.safetensors",
+    f"{STAGING}/portion-mine/mine.txt",
+    f"{HEADS_FOLDER}/mine.json",
+    ".workers/mine",
+)
+
+
 def _strangers_files(tally, name, work, out, expected):
     """Files that look like leftovers of ours but are not stay through a whole run."""
     out.mkdir()
-    foreign = [out / f".mine{TEMPORARY}", out / "notes" / "mine.txt", out / "prefix" / "mine.txt"]
+    foreign = [out / place for place in FOREIGN]
     for path in foreign:
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("mine")
-    code = wait(start(work, out, resume=False))
-    kept = [path for path in foreign if path.exists() and path.read_text() == "mine"]
-    if code not in (0, 1) or kept != foreign:
-        gone = [str(path.relative_to(out)) for path in foreign if path not in kept]
-        return tally.fails("a stranger's files", f"{name} ended with {code}, gone: {gone}")
+    for resume in (False, True):
+        code = wait(start(work, out, resume=resume))
+        kept = [path for path in foreign if path.exists() and path.read_text() == "mine"]
+        if code not in (0, 1) or kept != foreign:
+            gone = [str(path.relative_to(out)) for path in foreign if path not in kept]
+            text = f"{name} ended with {code}, gone: {gone}{_traceback(out)}"
+            return tally.fails("a stranger's files", text)
     shutil.rmtree(out)
     return tally.survives("a stranger's files", "none was touched")
+
+
+def _linked_folders(tally, name, work, out, expected):
+    """Each folder of a run is a link to somebody else's, with files of the same names in it."""
+    inside = {up for path in expected for up in Path(path).parents}
+    for place in sorted(inside.union(map(Path, HIDDEN)) - {Path()}):
+        shutil.rmtree(out, ignore_errors=True)
+        theirs = out.parent / "theirs"
+        shutil.rmtree(theirs, ignore_errors=True)
+        for path in [*expected, f"{place}/0.safetensors", f"{place}/l00h00.json"]:
+            if Path(path).is_relative_to(place):
+                mine = theirs / Path(path).relative_to(place)
+                mine.parent.mkdir(parents=True, exist_ok=True)
+                mine.write_text("mine")
+        before = digest(theirs)
+        (out / place).parent.mkdir(parents=True)
+        (out / place).symlink_to(theirs)
+        code = wait(start(work, out, resume=False))
+        if code not in (0, 1) or digest(theirs) != before:
+            text = f"{name} with {place} ended with {code}{_traceback(out)}"
+            return tally.fails("linked folders", text)
+    shutil.rmtree(out)
+    return tally.survives("linked folders", "nothing behind a link was touched")
+
+
+def _leftovers(tally, name, work, out, whole, chance):
+    """What a killed run of another model left, without the file that says whose it is."""
+    expected, seconds = whole
+    process = start(work, out, resume=False, before=_another_model)
+    time.sleep((0.5 + chance.random() / 2) * seconds)
+    os.kill(process, signal.SIGKILL)
+    wait(process)
+    for path in out.rglob("*.json"):
+        path.unlink()
+    code = wait(start(work, out, resume=False))
+    if code == 1:
+        return tally.survives("leftovers of another model", "told")
+    if code != 0 or digest(out) != expected:
+        text = f"{name} ended with {code}{_traceback(out)}"
+        return tally.fails("leftovers of another model", text)
+    return tally.survives("leftovers of another model", "without effect")
+
+
+def _another_model() -> None:
+    with torch.no_grad():
+        for weights in desk.loaded().model.parameters():
+            weights.mul_(1.1)
 
 
 def _two_writers(tally, name, work, out, expected):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import time
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 KEPT_EXAMPLES = 5
+SECONDS = 30  # between two lines that say how far a campaign has come
 
 
 @dataclass
@@ -21,13 +25,33 @@ class Tally:
     notes: Counter = field(default_factory=Counter)  # how they survived
     examples: list[str] = field(default_factory=list)
 
-    def survives(self, kind, how, count=1):
+    told_at: float = field(default_factory=time.monotonic)
+
+    @contextmanager
+    def until_stopped(self):
+        """Ctrl-C and SIGTERM end the campaign; the table says what was tried before."""
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.notes["stopped early"] += 1
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def _counted(self, kind, count):
         self.tried[kind] += count
+        if time.monotonic() > self.told_at + SECONDS:
+            self.told_at = time.monotonic()
+            failed = self.wrong.total() + self.lost.total()
+            sys.stderr.write(f"{self.name}: {self.tried.total():,} tried, {failed} not survived\n")
+
+    def survives(self, kind, how, count=1):
+        self._counted(kind, count)
         self.survived[kind] += count
         self.notes[how] += count
 
     def fails(self, kind, example, *, lost=False):
-        self.tried[kind] += 1
+        self._counted(kind, 1)
         (self.lost if lost else self.wrong)[kind] += 1
         if len(self.examples) < KEPT_EXAMPLES:
             self.examples.append(f"{kind}: {example}"[:1500])

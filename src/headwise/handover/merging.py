@@ -10,6 +10,7 @@ them theirs. Any other model is saved by transformers. The model in memory stays
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from transformers.utils.hub import cached_file
 
-from headwise.artefacts import TEMPORARY, own_folder
+from headwise.artefacts import TEMPORARY, is_temporary, temporary_beside
 from headwise.errors import ModelError
 from headwise.handover.shrinking import shrink as cut_retired
 from headwise.handover.weight_files import holds, merge_files
@@ -48,9 +49,11 @@ def apply_patches(
         raise ModelError(
             "the output folder is a file, or not empty", where=out, fix="choose another --out"
         )
-    staging = own_folder(out.with_name(f".{out.name}{TEMPORARY}"))
+    staging = temporary_beside(out)
+    for left in out.parent.glob(f".{glob.escape(out.name)}.*{TEMPORARY}"):  # by a killed process
+        if left.is_dir() and is_temporary(left):
+            shutil.rmtree(left, ignore_errors=True)
     try:
-        shutil.rmtree(staging, ignore_errors=True)
         with ExitStack() as stack:
             for patch in ordered:
                 context = patch.undone if undo else patch.applied

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -23,7 +22,7 @@ from jaxtyping import Bool
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headwise.artefacts import own_folder, sweep, versions, write_text
+from headwise.artefacts import own_folder, read_text, sweep, versions, write_text
 from headwise.errors import ArtefactError, SelectionError
 from headwise.forward.guard import guard
 from headwise.forward.hooked_pass import Emit, HookedPass
@@ -50,6 +49,7 @@ from headwise.plasticity.writer import (
     DATA,
     Rows,
     assemble,
+    drop_staging,
     end_portion,
     is_whole,
     require_whole,
@@ -64,6 +64,7 @@ from headwise.texts.text_sets import TextSet, as_text_set
 from headwise.values import to_plain
 
 STAGING = ".headwise-staging"
+CARD, _TITLE = "README.md", "# Queries and keys of"
 
 
 _PORTION_TEXTS = 8
@@ -137,13 +138,15 @@ def _capture_all(
     }
 
     def capture_missing(path: Path) -> None:
-        if not is_whole(path):
+        if not is_whole(path, info.identity):
             with each_writes():
-                capture_portion(model, portions[path], path, heads, info.settings, batch_size)
+                capture_portion(model, portions[path], path, heads, info, batch_size)
 
     if stored_weights(model) is not None:
-        missing = {path: part for path, part in portions.items() if not is_whole(path)}
-        work = _streamed_capture(model, missing, heads, info.settings, batch_size)
+        missing = {
+            path: part for path, part in portions.items() if not is_whole(path, info.identity)
+        }
+        work = _streamed_capture(model, missing, heads, info, batch_size)
         run_measurement(model, work, progress=progress)
     else:
         paths = list(portions)
@@ -162,10 +165,11 @@ def _assemble(
     windows = {layer: layer_window(model, layer) for layer in groups}
     rows = assemble(staging, folder, heads, groups, windows, info.settings.buckets)
     checksums = {name: file_checksum(folder / name / DATA) for name in rows}
-    write_text(folder / "README.md", _readme(info))
+    if _is_own_card(folder / CARD):
+        write_text(folder / CARD, _readme(info))
     info = replace(info, rows=rows, checksums=checksums, finished=True)
     info.save(folder)
-    shutil.rmtree(staging)
+    drop_staging(staging)
     return info
 
 
@@ -203,7 +207,7 @@ def _finished(folder: Path, info: CaptureInfo, resume: bool) -> CaptureInfo | No
     if not (folder / CAPTURE).exists():
         return None
     before = CaptureInfo.load(folder)
-    same = before.same_work(info)
+    same = before.identity == info.identity
     if not resume or not same:
         raise ArtefactError(
             "there is a capture here already" + ("" if same else ", with other settings"),
@@ -213,7 +217,7 @@ def _finished(folder: Path, info: CaptureInfo, resume: bool) -> CaptureInfo | No
     if not before.finished:
         return None
     require_whole(folder, before)
-    shutil.rmtree(folder / STAGING, ignore_errors=True)  # a kill may have come just before this
+    drop_staging(folder / STAGING)  # a kill may have come just before this
     return before
 
 
@@ -233,11 +237,11 @@ def capture_portion(
     portion: tuple[int, list[list[int]]],
     path: Path,
     heads: list[Head],
-    settings: CaptureSettings,
+    info: CaptureInfo,
     batch_size: int,
 ) -> None:
     """Run one portion of texts and put the kept vectors of each layer and kind on disk."""
-    first, encoded = portion
+    (first, encoded), settings = portion, info.settings
     layers = sorted({head.layer for head in heads})
     by_layer: dict[tuple[int, Kind], list[Rows]] = {}
     for batch in batches(encoded, batch_size, model=model):
@@ -246,7 +250,7 @@ def capture_portion(
                 by_layer.setdefault((layer, kind), []).extend(rows)
     for (layer, kind), rows in by_layer.items():
         stage_rows(path, layer, kind, rows)
-    end_portion(path)
+    end_portion(path, info.identity)
 
 
 def _rows(
@@ -272,14 +276,14 @@ def _streamed_capture(
     model: PreTrainedModel,
     portions: dict[Path, tuple[int, list[list[int]]]],
     heads: list[Head],
-    settings: CaptureSettings,
+    info: CaptureInfo,
     batch_size: int,
 ) -> Measurement[None]:
     """Capture all portions of a streamed model, one layer after the other.
 
     A portion's vectors of a layer are written as soon as its last batch has gone through.
     """
-    layers = sorted({head.layer for head in heads})
+    layers, settings = sorted({head.layer for head in heads}), info.settings
     work = [
         (path, first, batch)
         for path, (first, encoded) in portions.items()
@@ -315,7 +319,7 @@ def _streamed_capture(
         title="capturing",
     )
     for path in portions:
-        end_portion(path)
+        end_portion(path, info.identity)
 
 
 def kept_positions(
@@ -365,9 +369,14 @@ def _padded(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return torch.nn.functional.pad(ids, (0, int(extra)))
 
 
+def _is_own_card(path: Path) -> bool:
+    """Whether the dataset's card may be written: another README stays what it is."""
+    return not path.exists() or read_text(path).startswith(_TITLE)
+
+
 def _readme(info: CaptureInfo) -> str:
     lines = [
-        f"# Queries and keys of {info.model.id}",
+        f"{_TITLE} {info.model.id}",
         "",
         f"Captured with headwise {info.versions.get('headwise', '')}, {info.capture_point}.",
         "One Parquet file a layer, head and kind: `lLLhHH{q|k}/data.parquet` with the columns "

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from headwise.artefacts import content_hash, sweep
+from headwise.artefacts import content_hash, own_folder, sweep
 from headwise.errors import ArtefactError, HeadwiseError, SelectionError, SettingsError, TextError
 from headwise.frames import frame
 from headwise.heads import Head, select_heads
@@ -239,7 +239,7 @@ def _measure_group(
 
 
 def _head_file(out: Path, layer: int, q_head: int) -> Path:
-    return out / HEADS_FOLDER / f"l{layer:02d}h{q_head:02d}.json"
+    return own_folder(out / HEADS_FOLDER) / f"l{layer:02d}h{q_head:02d}.json"
 
 
 def _key(folder: QKFolder, group: HeadGroup, q_head: int, settings: PlasticitySettings) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from headwise.artefacts import load_artefact, save_artefact
+from headwise.artefacts import content_hash, load_artefact, save_artefact, to_json
 from headwise.errors import ArtefactError
 from headwise.models.values import ModelInfo
 from headwise.plasticity.settings import CaptureSettings, PlasticitySettings
@@ -64,13 +64,11 @@ class CaptureInfo:
         rows = f"{len(self.heads)} heads, {sum(self.rows.values()):,} vectors"
         return f"CaptureInfo({self.model.short_name}, {rows} of {self.texts.name})"
 
-    def same_work(self, other: CaptureInfo) -> bool:
-        """Whether both would write the same vectors; progress and versions do not count."""
-        mine, yours = (
-            replace(info, versions={}, rows={}, checksums={}, finished=False)
-            for info in (self, other)
-        )
-        return mine == yours
+    @property
+    def identity(self) -> str:
+        """A hash of what decides the vectors; progress and versions do not count."""
+        what = replace(self, versions={}, rows={}, checksums={}, finished=False, folder=None)
+        return content_hash([to_json(to_plain(what))])
 
     def save(self, folder: Path) -> Path:
         """Write `capture.json`."""

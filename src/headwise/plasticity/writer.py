@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import torch
 from safetensors import safe_open
 
-from headwise.artefacts import read_text, write_atomically, write_text
+from headwise.artefacts import own_folder, read_text, remove_files, write_atomically, write_text
 from headwise.errors import ArtefactError
 from headwise.heads import Head
 from headwise.integrity.checksums import file_checksum, require_same
@@ -26,6 +26,7 @@ from headwise.plasticity.buckets import bucket_of
 from headwise.plasticity.values import CaptureInfo
 
 DATA, DONE = "data.parquet", "done"  # of a head; the list of a finished portion's files
+_STAGED = "l[0-9]*[qk].safetensors"
 Rows = tuple[int, np.ndarray, np.ndarray]  # a text, its kept positions, (head, position, dim)
 
 
@@ -46,22 +47,30 @@ def stage_rows(portion: Path, layer: int, kind: str, rows: list[Rows]) -> None:
     write_safetensors(staged_file(portion, layer, kind), tensors)
 
 
-def end_portion(portion: Path) -> None:
-    """Say that all of a portion is on disk."""
-    names = sorted(file.name for file in portion.glob("*.safetensors"))
-    write_text(portion / DONE, "\n".join(names))
+def end_portion(portion: Path, capture: str) -> None:
+    """Say that all of a portion is on disk, and of which capture it is."""
+    names = sorted(file.name for file in portion.glob(_STAGED))
+    write_text(portion / DONE, "\n".join([capture, *names]))
 
 
-def is_whole(portion: Path) -> bool:
-    """Whether a portion was finished and all its files are what was written."""
+def is_whole(portion: Path, capture: str) -> bool:
+    """Whether a portion of this capture was finished and all its files are what was written."""
     if not (portion / DONE).exists():
         return False
     try:
-        for name in read_text(portion / DONE).split():
+        mark, *names = read_text(portion / DONE).split()
+        for name in names:
             verified_metadata(portion / name)
-    except ArtefactError:  # damaged: capturing it again mends it
+    except (ArtefactError, ValueError):  # damaged, or empty: capturing it again mends it
         return False
-    return True
+    return mark == capture
+
+
+def drop_staging(staging: Path) -> None:
+    """Remove the staged portions; what else lies there is not ours and stays."""
+    for portion in own_folder(staging).glob("portion-[0-9]*"):
+        remove_files(portion, _STAGED, DONE)
+    remove_files(staging)
 
 
 def require_whole(folder: Path, info: CaptureInfo) -> None:
@@ -90,7 +99,7 @@ def assemble(
     rows = {}
     for layer, head, kind in sorted(wanted):
         name = f"l{layer:02d}h{head:02d}{kind}"
-        path = folder / name / "data.parquet"
+        path = own_folder(folder / name) / DATA
         rows[name] = _write_head(path, portions, (layer, head, kind), buckets, windows[layer])
     return rows
 

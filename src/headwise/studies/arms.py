@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from headwise.artefacts import content_hash
+from headwise.artefacts import content_hash, own_folder
 from headwise.diagnosis.diagnose import diagnose
 from headwise.diagnosis.values import Diagnosis
 from headwise.errors import SelectionError
@@ -151,7 +151,7 @@ def _evaluate(
 
 def run_folder(out: Path, arm: str, seed: int, number: int = 1) -> Path:
     """Where one pass of one arm is kept."""
-    folder = out / "runs" / f"{arm}-s{seed}"
+    folder = own_folder(own_folder(out / "runs") / f"{arm}-s{seed}")
     return folder if number == 1 else folder / f"pass{number}"
 
 

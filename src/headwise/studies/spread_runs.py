@@ -6,8 +6,8 @@ one goes on from there. The folder is held by the process that started the study
 
 from __future__ import annotations
 
+import glob
 import os
-import shutil
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from headwise.artefacts import sweep, write_text
+from headwise.artefacts import own_folder, remove_files, sweep, write_text
 from headwise.errors import HeadwiseError
 from headwise.progress import Progress, stage
 from headwise.proof.values import Evaluation
@@ -90,7 +90,7 @@ def _run_apart(
                 stage(f"{end} failed; the other runs go on", setting.progress)
                 failures.append(end.failure)
     finally:
-        shutil.rmtree(out / _MARKS, ignore_errors=True)
+        remove_files(out / _MARKS, *(glob.escape(str(item)) for item in items))
     if failures:
         raise failures[0]
 
@@ -182,7 +182,7 @@ def _opened(study: str, out: Path) -> StudySetting:
 
 def _was_begun(run: OneRun) -> bool:
     """Whether another worker had this run since the study was started: then it was lost."""
-    path = run.out / _MARKS / str(run)
+    path = own_folder(run.out / _MARKS) / str(run)
     begun = path.exists() and path.read_text() == run.mark
     write_text(path, run.mark)
     return begun

@@ -28,7 +28,7 @@ CHECKPOINTS, BEST = "checkpoints", "best.safetensors"
 
 def kept_checkpoints(out: Path) -> list[Path]:
     """The checkpoints of a run, oldest first."""
-    return sorted(own_folder(out / CHECKPOINTS).glob("step-*.safetensors"))
+    return sorted(own_folder(out / CHECKPOINTS).glob(f"step-{'[0-9]' * 7}.safetensors"))
 
 
 def save_checkpoint(job: Job, state: RunState, optimizer: torch.optim.Optimizer) -> None:
@@ -55,6 +55,16 @@ def save_checkpoint(job: Job, state: RunState, optimizer: torch.optim.Optimizer)
 
 def _step_of(checkpoint: Path) -> int:
     return int(checkpoint.stem.removeprefix("step-"))
+
+
+def require_none(out: Path) -> None:
+    """Refuse the checkpoints of another run, which this one would delete or go on from."""
+    for path in kept_checkpoints(out):
+        raise ArtefactError(
+            "checkpoints without their run lie here",
+            where=path,
+            fix="move them away, or choose another --out",
+        )
 
 
 def fresh_state(job: Job) -> RunState:

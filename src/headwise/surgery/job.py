@@ -19,10 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from headwise.artefacts import own_folder
 from headwise.errors import ArtefactError
 from headwise.forward.partial_run import layer_input, run_from
 from headwise.forward.replaced_forward import checkpointed, frozen, fused_gelu
 from headwise.forward.tap import tapped
+from headwise.integrity.checksums import RUN_KEY, require_run
 from headwise.models.architectures import backbone_of, device_of, layers_of
 from headwise.models.loading import free_memory
 from headwise.models.tensor_files import read_safetensors, write_safetensors
@@ -201,26 +203,27 @@ def last_hidden(job: Job, batch: Batch, part: list[tuple[int, Batch]]) -> Tensor
     if not (job.saves.cached and job.run.lowest > 0):
         last: Tensor = backbone_of(job.model)(input_ids=ids, use_cache=False).last_hidden_state
         return last
-    folder = job.out / PREFIX
-    stored = [
-        _prefix(job.model, job.run.lowest, folder / f"{n}.safetensors", block) for n, block in part
-    ]
+    folder = own_folder(job.out / PREFIX)
+    stored = [_prefix(job, folder / f"{n}.safetensors", block) for n, block in part]
     padded = [F.pad(hidden, (0, 0, 0, ids.shape[1] - hidden.shape[1])) for hidden in stored]
     start = torch.cat(padded).to(ids.device, job.model.dtype)
     return run_from(job.model, ids, job.run.lowest, start)
 
 
-def _prefix(model: PreTrainedModel, lowest: int, path: Path, block: Batch) -> Tensor:
+def _prefix(job: Job, path: Path, block: Batch) -> Tensor:
     """What enters the lowest operated layer for one block.
 
-    From disk after the first time: no layer below changes. A damaged file is made again.
+    From disk after the first time: no layer below changes. A damaged file, or one of another run,
+    is made again.
     """
     if path.exists():
         with contextlib.suppress(ArtefactError):
-            return read_safetensors(path)[0][_HIDDEN]
+            tensors, metadata = read_safetensors(path)
+            require_run(metadata.get(RUN_KEY), job.run.identity, path)
+            return tensors[_HIDDEN]
     with torch.no_grad():
-        hidden = layer_input(model, block.ids.to(device_of(model)), lowest)
+        hidden = layer_input(job.model, block.ids.to(device_of(job.model)), job.run.lowest)
     found = hidden.float().cpu().contiguous()
     with each_writes():
-        write_safetensors(path, {_HIDDEN: found})
+        write_safetensors(path, {_HIDDEN: found}, {RUN_KEY: job.run.identity})
     return found

@@ -33,6 +33,7 @@ from headwise.surgery.checkpoints import (
     CHECKPOINTS,
     fresh_state,
     kept_checkpoints,
+    require_none,
     restore_checkpoint,
     save_best,
     save_checkpoint,
@@ -84,7 +85,11 @@ def _stopping() -> Iterator[list[int]]:
 def _train(job: Job, resume: bool, progress: Progress, asked: list[int]) -> RunState:
     recipe = job.run.recipe
     optimizer = make_optimizer(job)
-    state = restore_checkpoint(job, optimizer, progress) if resume else fresh_state(job)
+    if resume:
+        state = restore_checkpoint(job, optimizer, progress)
+    else:
+        require_none(job.out)
+        state = fresh_state(job)
     job.write()
     if recipe.steps:
         progress(job.run.name, state.step, recipe.steps, "")

@@ -392,7 +392,7 @@ def _finished(done: RepairRun) -> RepairRun:
 
 
 def _drop_cache(out: Path) -> None:
-    by_the_first(lambda: remove_files(out / PREFIX, "*.safetensors"))
+    by_the_first(lambda: remove_files(out / PREFIX, "[0-9]*.safetensors"))
 
 
 def finished_run(out: Path) -> RepairRun:
