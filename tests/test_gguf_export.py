@@ -75,8 +75,8 @@ def test_a_patched_file_read_back_is_the_patched_model(base, error, tmp_path):
         for name, value in base.model.state_dict().items():
             size = float(value.abs().max())
             assert float((again[name] - value).abs().max()) <= error * size, name
-    assert written.rounding <= error
-    assert set(written.tensors) == {
+    assert written.error <= error
+    assert set(written.stored) == {
         f"blk.{layer}.attn_{role}.weight" for layer in (0, 1) for role in ("q", "output")
     }
 
@@ -140,7 +140,8 @@ def test_a_type_that_cannot_be_written_becomes_a_finer_one(base, tmp_path, monke
     with monkeypatch.context() as context:
         context.setattr(gguf.quants, "quantize", only_fallback)
         written = export_gguf(loaded, patch, tmp_path / "patched.gguf")
-    assert set(written.retyped.values()) == {"F16"}
+    assert set(written.stored.values()) == {"Q8_0"}
+    assert "was F16, which gguf-py cannot write, and is Q8_0 now" in str(written)
     again = load_model(str(tmp_path / "patched.gguf"), bos=False).model
     with patch.applied(loaded.model):
         expected = logits(loaded.model)

@@ -24,7 +24,7 @@ from headwise.pruning.prune import prune
 from headwise.pruning.search import MEASURED, NestedSearch, candidates, deal_documents, sizes_up_to
 from headwise.pruning.settings import PruneSettings, SearchSettings
 from headwise.pruning.stream import stream
-from headwise.pruning.values import OURS, RANDOM, Prune
+from headwise.pruning.values import OURS, RANDOM, NestedSets
 from headwise.texts.batches import batches
 from headwise.texts.text_sets import TextSet
 from planned import small_texts
@@ -65,21 +65,20 @@ def test_the_costs_of_nested_sets_are_those_of_brute_force(family, replacement, 
     loaded = loaded_tiny(family, bos)
     how = asked(replacement=replacement)
     found = prune(loaded, TEXTS, out=tmp_path, settings=how)
-    documents = deal_documents(loaded, TEXTS, None, how.search, max_length=32)
+    documents = deal_documents(loaded, TEXTS, None, how.search, length=32)
     means = None
     if replacement == "mean":
         means = measure_means(loaded.model, batches(documents.encoded["choosing"], 4))
-    order = [Head.parse(name) for name in found.nested.order]
+    order = [Head.parse(name) for name in found.order]
     assert len(order) >= 3
     compared = 0
-    for one in found.nested.sets:
-        for part, cost in one.costs.items():
-            exact = mean_change(loaded.model, documents.encoded[part], order[: one.count], means)
+    for count, costs in found.costs[OURS].items():
+        for part, cost in costs.items():
+            exact = mean_change(loaded.model, documents.encoded[part], order[:count], means)
             assert abs(cost.value - exact) < 1e-5
             compared += 1
     assert compared >= 8
-    random = found.nested.rivals[RANDOM][0]
-    assert set(random.costs) == {"held_out", "other"}
+    assert all(set(costs) == {"held_out", "other"} for costs in found.costs[RANDOM].values())
 
 
 @pytest.mark.parametrize("replacement", ["mean", "zero"])
@@ -89,15 +88,15 @@ def test_the_patch_takes_out_what_was_measured(family, replacement, tmp_path):
     how = asked(max_loss=1.0, replacement=replacement)
     found = prune(loaded, TEXTS, out=tmp_path, settings=how)
     assert found.heads
-    assert Prune.load(tmp_path / "prune.json") == found
+    assert NestedSets.load(tmp_path / "prune.json") == found
     patch = Patch.load(tmp_path / "patch.safetensors")
-    documents = deal_documents(loaded, TEXTS, None, how.search, max_length=32)
+    documents = deal_documents(loaded, TEXTS, None, how.search, length=32)
     encoded = documents.encoded["held_out"]
     base = document_losses(loaded.model, encoded)
     with patch.applied(loaded.model):
         changed = document_losses(loaded.model, encoded)
     change = (changed - base).sum() / sum(len(ids) - 1 for ids in encoded)
-    assert abs(change - found.nested.cost(found.nested.chosen, "held_out").value) < 1e-3
+    assert abs(change - found.cost(found.chosen, "held_out").value) < 1e-3
     assert abs(change) > 1e-4
 
 
@@ -107,11 +106,14 @@ def test_no_document_is_used_twice():
     also = TextSet(
         "also", (TEXTS.texts[0], "A text of another kind, about nothing else at all. " * 3)
     )
-    dealt = deal_documents(loaded_tiny(), twice, also, how, max_length=32)
+    dealt = deal_documents(loaded_tiny(), twice, also, how, length=32)
     every = [text for one in dealt.texts.values() for text in one.texts]
     assert len(every) == len({" ".join(text.split()) for text in every}) == 45
     assert len(dealt.texts["other"].texts) == 1
     assert min(len(dealt.texts[part].texts) for part in ("validation", "held_out")) >= FEWEST
+
+
+ANY = LoadedModel("any", tiny_language_model("llama"), tiny_tokenizer())  # is not run
 
 
 class DrawnCosts(searching.JointCosts):
@@ -124,13 +126,13 @@ class DrawnCosts(searching.JointCosts):
         texts = {
             part: TextSet(part, ("x",) * count) for part, count in zip(parts, counts, strict=True)
         }
-        self.documents = searching.Documents(texts, encoded)
+        super().__init__(ANY, texts, encoded)
 
     def true_cost(self, heads):
         return sum(self.each[head.index] for head in heads)
 
     def deltas(self, part, sets, title, most=None):
-        count = len(self.documents.encoded[part][:most])
+        count = len(self.encoded[part][:most])
         means = [100 * self.true_cost([head for unit in one for head in unit]) for one in sets]
         noise = self.draw.gamma(1.0, 2.0, (len(sets), count)) - 2.0  # skewed, as losses are
         return np.array(means)[:, None] + noise
@@ -229,7 +231,7 @@ def test_even_sets_take_as_many_heads_from_every_group(tmp_path):
     heads = [Head.parse(name) for name in found.heads]
     groups = [(head.layer, head.index // 2) for head in heads]
     assert sorted(groups) == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert found.nested.unit == "row"
+    assert found.unit == "row"
 
 
 def test_an_answer_for_what_cannot_be_asked(tmp_path):
@@ -253,13 +255,13 @@ def test_a_limit_below_the_noise_is_called_so(tmp_path):
     assert not found.heads
     assert Patch.load(tmp_path / "patch.safetensors").is_empty
     assert "documents cannot tell" in found.sentences[0]
-    assert str(found.nested.texts["validation"].count) in found.sentences[0]
+    assert str(found.texts["validation"].count) in found.sentences[0]
 
 
 def test_what_falls_by_chance_is_called_chance(tmp_path):
     found = prune(loaded_tiny("gpt2"), TEXTS, out=tmp_path, settings=asked())
-    assert found.nested.lowest
-    assert found.nested.gain == "chance"
+    assert found.lowest
+    assert found.gain == "chance"
     assert not found.gain_heads
     assert not (tmp_path / "gain.safetensors").exists()
 

@@ -19,7 +19,7 @@ from headwise.heads import Head
 from headwise.pruning.search import deal_documents
 from headwise.pruning.settings import SearchSettings, StreamSettings
 from headwise.pruning.stream import cache_bytes, stream
-from headwise.pruning.values import Streaming
+from headwise.pruning.values import NestedSets
 from test_prune import TEXTS, loaded_tiny
 from test_triage import document_losses, documents, output_of
 
@@ -102,16 +102,17 @@ def asked(**options):
 def test_restricted_groups_and_their_cost_are_those_of_brute_force(tmp_path):
     loaded = loaded_tiny()
     found = stream(loaded, TEXTS, out=tmp_path, settings=asked())
-    assert Streaming.load(tmp_path / "stream.json").nested == found.nested
-    nested = found.nested
-    assert nested.units == 4
-    documents = deal_documents(loaded, TEXTS, None, asked().search, max_length=32, minimum=9)
+    again = NestedSets.load(tmp_path / "stream.json")
+    assert again.costs == found.costs
+    assert (again.settings, again.order, again.groups) == (asked(), found.order, found.groups)
+    assert found.units == 4
+    documents = deal_documents(loaded, TEXTS, None, asked().search, length=32, minimum=9)
     encoded, restricted = documents.encoded["held_out"], first_and_recent(2, 6)
-    for count in (1, nested.chosen):
-        heads = tuple(h for name in nested.order[:count] for h in group_heads(name))
+    for count in (1, found.chosen):
+        heads = tuple(h for name in found.order[:count] for h in group_heads(name))
         exact = variant_losses(loaded.model, encoded, [Variant(heads, restricted)])
         change = exact.deltas.sum() / exact.tokens.sum()
-        assert abs(nested.cost(count, "held_out").value - change) < 1e-6
+        assert abs(found.cost(count, "held_out").value - change) < 1e-6
 
 
 def group_heads(name):
@@ -132,7 +133,7 @@ def test_the_pattern_is_read_as_duo_attention_reads_it(tmp_path):
     assert set(map(tuple, np.argwhere(scores < config["threshold"]).tolist())) == wanted
     limit = np.quantile(scores, config["sparsity"])
     assert set(map(tuple, np.argwhere(scores < limit).tolist())) == wanted
-    order = [tuple(map(int, name[1:].split("KV"))) for name in found.nested.order]
+    order = [tuple(map(int, name[1:].split("KV"))) for name in found.order]
     assert sorted(order, key=lambda place: scores[place]) == order
 
 

@@ -1,17 +1,22 @@
 """Look at a model as long as the budget lasts: diagnosis at once, then what promises most.
 
-Stages come in order of promise: triage of the heads that may sleep, then heads that can go, then
-groups that need few keys. Before each stage its work is estimated and made to fit; a stage that
-takes longer than it should is stopped when the time is over, and the answer says so. Finished
-stages are used again if weights, texts and settings are the same.
+The budget is time on the clock, from the start of the check-up to its page. Stages come in order of
+promise: triage of the heads that may sleep, then heads that can go, then groups that need few keys.
+Before each stage its work is estimated and made to fit; when the time is over the next pass through
+the model stops whatever runs, and the answer says so. Finished stages are used again if weights,
+texts and settings are the same and the budget is not longer.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
 
 from headwise.artefacts import content_hash, to_json
 from headwise.checkups.settings import CheckupSettings
@@ -19,20 +24,20 @@ from headwise.checkups.values import CHECKUP, Checkup, Opportunity, checkup_of
 from headwise.cost import seconds_per_token
 from headwise.diagnosis.diagnose import diagnose
 from headwise.diagnosis.values import Diagnosis
-from headwise.errors import HeadwiseError, ModelError, TextError
+from headwise.errors import HeadwiseError, ModelError, SettingsError, TextError
 from headwise.forward.separability import check
 from headwise.heads import Head, format_heads
 from headwise.integrity.locks import one_writer
 from headwise.intervals import Interval
+from headwise.models.architectures import layers_of
 from headwise.models.description import weight_fingerprint
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.values import ModelInfo
-from headwise.progress import Progress, silent, stage
-from headwise.pruning.prune import prune, search_work
-from headwise.pruning.search import deal_documents
+from headwise.progress import Progress, Work, silent, stage
+from headwise.pruning.prune import prune
 from headwise.pruning.settings import PruneSettings, SearchSettings, StreamSettings
 from headwise.pruning.stream import stream
-from headwise.pruning.values import Prune, Streaming
+from headwise.pruning.values import NestedSets
 from headwise.report.write import write_report
 from headwise.surgery.sink_directions import measure_directions
 from headwise.texts.batches import batches, encode_for
@@ -44,8 +49,11 @@ from headwise.triaging.values import Triage
 from headwise.values import to_plain
 
 DIAGNOSIS, TRIAGE, PAGE = "diagnosis.json", "triage.json", "report.html"
+_PAGE_SECONDS, _PAGE_SHARE = 15.0, 0.25  # what drawing the page takes, and most of the budget
+_CHECK_SHARE = 0.25  # of the budget: for showing that heads are separable
 _TRIAGE_SHARE = 0.5  # of the time that is left, where heads that can go are looked for too
-_MOST_TEXTS = 120  # of a diagnosis
+_MOST_TEXTS, _FEW_TEXTS = 120, 2  # of a diagnosis
+_UNCHECKED = "whether heads are separable (headwise check MODEL)"
 _FEWEST = 4  # heads that a triage is worth starting for
 # how thoroughly heads that can go are looked for: the first that fits the time is taken
 _SEARCHES = (
@@ -57,33 +65,23 @@ _SEARCHES = (
 
 
 class _OutOfTime(Exception):
-    """The budget is used up in the middle of a stage."""
+    """The time for a stage is over, or would not be enough."""
 
 
-@dataclass(frozen=True)
-class _Clock:
-    """What is left of the budget."""
+@contextmanager
+def _stopped_at(model: PreTrainedModel, end: float) -> Iterator[None]:
+    """From `end` on, the next layer that runs stops what is being measured."""
 
-    end: float
-    seconds_per_token: float
+    def stop(*_: object) -> None:
+        if time.monotonic() > end:
+            raise _OutOfTime
 
-    @property
-    def left(self) -> float:
-        return self.end - time.monotonic()
-
-    def tokens(self, share: float = 1.0) -> float:
-        """How many tokens still go through the model."""
-        return max(self.left, 0.0) * share / self.seconds_per_token
-
-    def timed(self, progress: Progress) -> Progress:
-        """Progress that ends the stage when time is over."""
-
-        def tell(title: str, done: int, total: int, note: str) -> None:
-            progress(title, done, total, note)
-            if self.left < 0:
-                raise _OutOfTime
-
-        return tell
+    hooks = [layer.register_forward_pre_hook(stop) for layer in layers_of(model)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @takes_model
@@ -102,13 +100,24 @@ def checkup(
     `out` and are used again.
     """
     how, out, start = settings or CheckupSettings(), Path(out), time.monotonic()
+    end = start + how.seconds - min(_PAGE_SECONDS, _PAGE_SHARE * how.seconds)
     loaded = loaded.reading(bos)
     given = None if texts is None else as_text_set(texts, loaded.id)
-    speed = seconds_per_token(loaded.model)
-    clock = _Clock(start + how.seconds, speed)
     with one_writer(out):
-        work = _Work(loaded, given, how, out, clock, progress)
-        return work.run()
+        with _stopped_at(loaded.model, end):
+            try:
+                speed = seconds_per_token(loaded.model)
+                work = _Work(loaded, given, how, out, end, speed, progress)
+                diagnosis, earlier, missed = work.diagnosed()
+            except _OutOfTime:
+                raise SettingsError(
+                    f"a budget of {how.budget} is too short to look at every head of this model",
+                    where=loaded.id,
+                    fix=f"pass a longer --budget, e.g. {CheckupSettings.budget}",
+                ) from None
+            answer = work.run(diagnosis, earlier, missed)
+        write_report(out, out)
+    return answer
 
 
 @dataclass(frozen=True)
@@ -119,26 +128,43 @@ class _Work:
     texts: TextSet | None
     settings: CheckupSettings
     out: Path
-    clock: _Clock
+    end: float
+    seconds_per_token: float
     progress: Progress
 
-    def run(self) -> Checkup:
-        diagnosis, earlier = self._diagnosed()
+    def tokens(self, share: float) -> float:
+        """How many tokens go through the model in a share of the time that is left."""
+        return max(self.end - time.monotonic(), 0.0) * share / self.seconds_per_token
+
+    def _fits(self, model: Any, work: Work) -> None:
+        if work.tokens > self.tokens(0.9):
+            raise _OutOfTime
+
+    def _share(self, share: float) -> float:
+        """When a share of what is left is over."""
+        now = time.monotonic()
+        return now + (self.end - now) * share
+
+    def run(self, diagnosis: Diagnosis, earlier: Checkup | None, missed: Sequence[str]) -> Checkup:
+        """What the diagnosis says, then stage by stage why, and what can be gained."""
         answer = checkup_of(diagnosis, self.settings, self._identity())
-        answer = replace(answer, stages=("diagnose",))
+        answer = replace(answer, stages=("diagnose",), not_looked_at=tuple(missed))
         answer.save(self.out / CHECKUP)
-        stages = (("triage", self._triage), ("prune", self._prune), ("stream", self._stream))
+        stages = (
+            ("why heads are sick (triage)", self._triage),
+            ("heads that can go (prune)", self._prune),
+            ("a shorter cache (stream)", self._stream),
+        )
         for name, look in stages:
             try:
                 answer = look(answer, diagnosis, earlier)
             except _OutOfTime:
-                answer = _skipped(answer, f"{name}: the budget ended while it was measured")
+                answer = _skipped(answer, f"{name}: takes a longer --budget")
             except TextError:
                 answer = _skipped(answer, f"{name}: too few documents (--texts with 30 or more)")
             except HeadwiseError as error:  # a family or texts that this stage cannot use
                 answer = _skipped(answer, f"{name}: {str(error).splitlines()[0]}")
             answer.save(self.out / CHECKUP)
-        write_report(self.out, self.out)
         return answer
 
     def _identity(self) -> str:
@@ -147,38 +173,53 @@ class _Work:
         parts = [weight_fingerprint(self.loaded.model), texts, asked, self.loaded.bos]
         return content_hash([to_json(to_plain(parts))])
 
-    def _diagnosed(self) -> tuple[Diagnosis, Checkup | None]:
-        """The diagnosis, measured or as it lies in the folder, and the earlier check-up."""
-        path = self.out / CHECKUP
+    def diagnosed(self) -> tuple[Diagnosis, Checkup | None, list[str]]:
+        """The diagnosis, measured or as it lies in the folder, the earlier check-up of the same.
+
+        Also what there was no time for: heads that may not be separable are diagnosed all the same.
+        """
+        path, missed = self.out / CHECKUP, list[str]()
         earlier = Checkup.load(path) if path.exists() else None
         if earlier is not None and earlier.identity != self._identity():
             earlier = None
             (self.out / TRIAGE).unlink(missing_ok=True)  # of another model or other texts
         if earlier is not None and (self.out / DIAGNOSIS).exists():
-            return Diagnosis.load(self.out / DIAGNOSIS), earlier
+            missed = [one for one in earlier.not_looked_at if one == _UNCHECKED]
+            return Diagnosis.load(self.out / DIAGNOSIS), earlier, missed
         stage("checking that heads are separable", self.progress)
-        result = check(self.loaded.model, seed=self.settings.seed)
-        if not result.passed:
-            raise ModelError(
-                f"the heads of this model are not separable: {result.reason()}",
-                where=self.loaded.id,
-                fix="headwise check MODEL says more",
-            )
-        measured = diagnose(
-            self.loaded,
-            self._diagnosed_texts(),
-            max_length=self.settings.max_length,
-            progress=self.progress,
-        )
+        try:
+            with _stopped_at(self.loaded.model, self._share(_CHECK_SHARE)):
+                result = check(self.loaded.model, seed=self.settings.seed)
+        except _OutOfTime:
+            missed.append(_UNCHECKED)
+        else:
+            if not result.passed:
+                raise ModelError(
+                    f"the heads of this model are not separable: {result.reason()}",
+                    where=self.loaded.id,
+                    fix="headwise check MODEL says more",
+                )
+        measured = self._measured()
         measured.save(self.out / DIAGNOSIS)
-        return measured, None
+        return measured, None, missed
 
-    def _diagnosed_texts(self) -> TextSet | None:
-        """As many of the given texts as a third of the budget reads, eight at least."""
-        if self.texts is None:
-            return None
-        most = int(self.clock.tokens(1 / 3) / self.settings.max_length)
-        return TextSet(self.texts.name, self.texts.texts[: min(max(most, 8), _MOST_TEXTS)])
+    def _measured(self) -> Diagnosis:
+        """A diagnosis on as many texts as a third of the time reads; if that fails on very few."""
+        given = as_text_set(self.texts, self.loaded.id, most=_MOST_TEXTS)
+        fitting = int(self.tokens(1 / 3) / self.settings.max_length)
+        for most in (min(max(fitting, 8), _MOST_TEXTS), _FEW_TEXTS):
+            some = given if most >= len(given.texts) else TextSet(given.name, given.texts[:most])
+            with (
+                suppress(_OutOfTime),
+                _stopped_at(self.loaded.model, self._share(1 if most == _FEW_TEXTS else 0.6)),
+            ):
+                return diagnose(
+                    self.loaded,
+                    some,
+                    max_length=self.settings.max_length,
+                    progress=self.progress,
+                )
+        raise _OutOfTime
 
     def _triage(self, answer: Checkup, diagnosis: Diagnosis, earlier: Checkup | None) -> Checkup:
         """Why heads are sick, those first that to first order promise most."""
@@ -186,29 +227,25 @@ class _Work:
         if not sick:
             return answer
         known = self.out / TRIAGE
-        if earlier is not None and "triage" in earlier.stages and known.exists():
-            triaged = Triage.load(known)
-            if len(triaged.heads) == len(sick) or self.settings.seconds <= earlier.settings.seconds:
-                return self._judged(answer, triaged, len(sick))
+        if self._is_known("triage", earlier, known):
+            return self._judged(answer, Triage.load(known), len(sick))
         how = TriageSettings(max_length=self.settings.max_length, seed=self.settings.seed)
         given = triage_texts(self.loaded.id) if self.texts is None else self.texts
         some = TextSet(given.name, given.texts[: how.max_texts])
         encoded = encode_for(self.loaded, some.texts, max_length=how.max_length)
         tokens = sum(map(len, encoded))
         # heads that are decided early need less: half of the documents is what they took
-        most = int(self.clock.tokens(_TRIAGE_SHARE) / (tokens * INTERVENTIONS / 4))
+        most = int(self.tokens(_TRIAGE_SHARE) / (tokens * INTERVENTIONS / 4))
         if most < min(_FEWEST, len(sick)):
-            return _skipped(answer, f"triage: no time for {_FEWEST} heads (a longer --budget)")
-        progress, chosen = self.clock.timed(self.progress), sick
-        if most < len(sick):
-            chosen = self._promising(diagnosis, sick, encoded, most)
+            raise _OutOfTime
+        chosen = self._promising(diagnosis, sick, encoded, most) if most < len(sick) else sick
         triaged = triage(
             self.loaded,
             diagnosis,
             some,
             heads=format_heads(chosen),
             settings=how,
-            progress=progress,
+            progress=self.progress,
         )
         triaged.save(known)
         return self._judged(answer, triaged, len(sick))
@@ -220,15 +257,13 @@ class _Work:
         blocks = list(batches(some, 4))
         layers = sorted({head.layer for head in sick})
         directions = measure_directions(model, blocks, layers)
-        return most_promising(
-            model, plan, some, directions, most, progress=self.clock.timed(self.progress)
-        )
+        return most_promising(model, plan, some, directions, most, progress=self.progress)
 
     def _judged(self, answer: Checkup, triaged: Triage, sick: int) -> Checkup:
         answer = replace(answer, why=dict(triaged.counts), stages=(*answer.stages, "triage"))
         if len(triaged.heads) < sick:
             rest = sick - len(triaged.heads)
-            answer = _skipped(answer, f"triage of {rest} sick heads (a longer --budget)")
+            answer = _skipped(answer, f"why {rest} more heads are sick: takes a longer --budget")
         asleep = triaged.of_class("asleep")
         if not asleep:
             return answer
@@ -240,81 +275,73 @@ class _Work:
         )
         return _worth(answer, Opportunity("repair", finding, _repair(answer.model), gain))
 
-    def _prune(self, answer: Checkup, diagnosis: Diagnosis, earlier: Checkup | None) -> Checkup:
-        """Which heads can go, as thoroughly as the time allows."""
-        folder, given = self.out / "prune", as_text_set(self.texts, self.loaded.id)
-        known = folder / "prune.json"
-        if earlier is not None and "prune" in earlier.stages and known.exists():
-            return self._pruned(answer, Prune.load(known))
-        units = diagnosis.model.num_layers * diagnosis.model.num_heads
-        for one in _SEARCHES:
-            search = replace(one, max_loss=self.settings.max_loss, seed=self.settings.seed)
-            length = self.settings.max_length
-            documents = deal_documents(self.loaded, given, None, search, max_length=length)
-            if search_work(documents, search, units).tokens < self.clock.tokens(0.9):
-                how = PruneSettings(search=search, max_length=length)
-                progress = self.clock.timed(self.progress)
-                found = prune(
-                    self.loaded, given, out=folder, settings=how, resume=True, progress=progress
-                )
-                return self._pruned(answer, found)
-        return _skipped(answer, "which heads can go (a longer --budget)")
+    def _is_known(self, stage: str, earlier: Checkup | None, path: Path) -> bool:
+        """Whether an earlier check-up, of no shorter budget, finished a stage."""
+        if earlier is None or stage not in earlier.stages or not path.exists():
+            return False
+        return self.settings.seconds <= earlier.settings.seconds
 
-    def _pruned(self, answer: Checkup, found: Prune) -> Checkup:
-        answer, nested = replace(answer, stages=(*answer.stages, "prune")), found.nested
-        name, texts = answer.model.id, self._texts_argument()
+    def _searched(
+        self,
+        find: Callable[..., NestedSets],
+        how: PruneSettings | StreamSettings,
+        earlier: Checkup | None,
+    ) -> NestedSets:
+        """The sets that a verb finds, looked for as thoroughly as the time allows."""
+        name = "prune" if isinstance(how, PruneSettings) else "stream"
+        folder = self.out / name
+        if self._is_known(name, earlier, folder / f"{name}.json"):
+            return NestedSets.load(folder / f"{name}.json")
+        limit, seed = self.settings.max_loss, self.settings.seed
+        for one in _SEARCHES:
+            search = replace(one, max_loss=limit, seed=seed)
+            with suppress(_OutOfTime):
+                return find(
+                    self.loaded,
+                    self.texts,
+                    out=folder,
+                    settings=replace(how, search=search),
+                    resume=earlier is not None,
+                    budget=self._fits,
+                    progress=self.progress,
+                )
+        raise _OutOfTime
+
+    def _prune(self, answer: Checkup, diagnosis: Diagnosis, earlier: Checkup | None) -> Checkup:
+        """Which heads can go."""
+        how = PruneSettings(max_length=self.settings.max_length)
+        found = self._searched(prune, how, earlier)
+        answer = replace(answer, stages=(*answer.stages, "prune"))
+        name = answer.model.id
         if found.gain_heads:
-            gain = nested.cost(nested.lowest, "held_out") or nested.cost(
-                nested.lowest, "validation"
-            )
+            gain = found.cost(found.lowest, "held_out")
             if gain is not None and gain.high < 0:
                 where = {"here": "on text like this", "costs elsewhere": "here, not elsewhere"}
-                told = f"without {', '.join(found.gain_heads)} the loss falls by {_told(gain)} nats"
-                told += f" {where.get(nested.gain, 'here and on other text')}"
+                told = f"without {', '.join(found.gain_heads)} the loss changes by {_told(gain)}"
+                told += f" {where.get(found.gain, 'here and on other text')}"
                 command = f"headwise apply {name} {self.out}/prune/gain.safetensors --out better"
                 answer = _worth(answer, Opportunity("retire", told, command, gain))
         if found.heads:
-            cost = nested.cost(nested.chosen, "held_out")
-            told = f"{len(found.heads)} of {nested.units} heads can go below "
+            cost = found.cost(found.chosen, "held_out")
+            told = f"{len(found.heads)} of {found.units} heads can go below "
             told += f"{self.settings.max_loss:g} nats"
             told += "" if cost is None else f"; on held-out text {_told(cost)}"
-            command = f"headwise prune {name}{texts} --out out/prune"
+            command = f"headwise apply {name} {self.out}/prune/patch.safetensors --out pruned"
             answer = _worth(answer, Opportunity("prune", told, command, cost))
         return answer
 
     def _stream(self, answer: Checkup, diagnosis: Diagnosis, earlier: Checkup | None) -> Checkup:
         """Which key/value groups need only the first and the recent tokens."""
-        folder, how = self.out / "stream", StreamSettings()
-        known = folder / "stream.json"
-        if earlier is not None and "stream" in earlier.stages and known.exists():
-            return self._streamed(answer, Streaming.load(known))
-        length = self.loaded.length(how.max_length)
-        if length <= how.first + how.recent:
+        how = StreamSettings()
+        if self.loaded.length(how.max_length) <= how.first + how.recent:
             return answer  # every key is among the first and the recent ones
-        given = as_text_set(self.texts, self.loaded.id)
-        units = diagnosis.model.num_layers * diagnosis.model.num_kv_heads
-        for one in _SEARCHES[1:]:
-            search = replace(one, max_loss=self.settings.max_loss, seed=self.settings.seed)
-            asked = replace(how, search=search)
-            documents = deal_documents(
-                self.loaded, given, None, search, max_length=length, minimum=how.first + how.recent
-            )
-            if search_work(documents, search, units).tokens < self.clock.tokens(0.9):
-                progress = self.clock.timed(self.progress)
-                found = stream(
-                    self.loaded, given, out=folder, settings=asked, resume=True, progress=progress
-                )
-                return self._streamed(answer, found)
-        return _skipped(answer, "a shorter cache (headwise stream, or a longer --budget)")
-
-    def _streamed(self, answer: Checkup, found: Streaming) -> Checkup:
+        found = self._searched(stream, how, earlier)
         answer = replace(answer, stages=(*answer.stages, "stream"))
         if not found.groups:
             return answer
-        cost = found.nested.cost(found.nested.chosen, "held_out")
-        share = found.saved_bytes / max(found.full_bytes, 1)
-        told = f"{len(found.groups)} of {found.nested.units} key/value groups need only the first "
-        told += f"and recent tokens: {share:.0%} of the cache at {found.settings.context:,} tokens"
+        cost = found.cost(found.chosen, "held_out")
+        told = f"{len(found.groups)} of {found.units} key/value groups need only the first "
+        told += f"and recent tokens: {found.saved_share:.0%} of the cache at {how.context:,} tokens"
         told += "" if cost is None else f"; loss {_told(cost)}"
         texts = self._texts_argument()
         command = f"headwise stream {answer.model.id}{texts} --out out/stream"

@@ -20,6 +20,15 @@ from headwise.triaging.values import Triage
 from headwise.values import from_plain, plain_fields
 
 CHECKUP = "checkup.json"
+# triage classes in few words
+_MEANS = {
+    "asleep": "of use when woken",
+    "harmful": "better without",
+    "parked": "switched off on purpose",
+    "working": "needed",
+    "empty": "nothing to lose or wake",
+    "constant": "a bias in disguise",
+}
 WIDTH, MOST_LINES = 80, 15  # of a terminal, and of the answer
 
 
@@ -56,9 +65,10 @@ class Checkup:
             return "Do not believe these numbers before the alarm below is explained."
         if not self.counts["sick"] and not self.opportunities:
             return "This model is healthy: no head is sick, and nothing needs doing."
+        if not self.opportunities and not self.why:
+            return "Whether its sick heads do harm was not looked at: leave them alone until it is."
         if not self.opportunities:
-            done = "Nothing that was looked at is worth doing: leave its heads alone."
-            return done if self.why else "Some heads rest on the first token; see below."
+            return "Nothing that was looked at is worth doing: leave its heads alone."
         worth = ", ".join(one.name for one in self.opportunities)
         return f"Worth doing: {worth}."
 
@@ -68,13 +78,17 @@ class Checkup:
         rows = [
             f"{self.model.short_name}: {_count(counts['total'], 'head')} in "
             f"{_count(self.model.num_layers, 'layer')}, counted on {self.texts}",
-            f"sick by first-token mass: {counts['sick']} ({counts['dead']} dead, "
-            f"{counts['sink']} sinks)",
+            f"sick: {_count(counts['sick'], 'head')} with most attention on the first token "
+            f"({counts['dead']} dead, {counts['sink']} sinks)",
         ]
         judged = sum(self.why.values())
         if judged:
-            classes = ", ".join(f"{count} {name}" for name, count in self.why.items() if count)
-            rows.append(f"why ({judged} judged): {classes}")
+            classes = [
+                f"{count} {name}" + f" ({_MEANS[name]})" * (name in _MEANS)
+                for name, count in self.why.items()
+                if count
+            ]
+            rows.append(f"why ({judged} judged): {', '.join(classes)}")
         played = [f"{self.roles[r.name]} {r.label}" for r in ROLES if self.roles.get(r.name)]
         rows.append(f"what heads do: {', '.join(played) or 'no role stands out'}")
         rows.append(self.headline)
@@ -135,7 +149,7 @@ def checkup_of(
         identity,
         diagnosis.counts,
         dict(roles),
-        "" if texts is None else f"{texts.count} texts of {texts.name}",
+        "" if texts is None else f"{_count(texts.count, 'text')} of {texts.name}",
         {} if triage is None else dict(triage.counts),
         alarms=diagnosis.alarms,
     )

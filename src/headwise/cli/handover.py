@@ -43,12 +43,8 @@ def export_verb(
         made = export_peft(
             loaded, read, settings.peft, full_rank=settings.full_rank, force=settings.force
         )
-        console().print(
-            f"rank {made.rank} in {len(made.modules)} projections, {made.num_weights:,} weights; "
-            "logits of base + adapter and of the patched model differ by "
-            f"{made.largest_difference:.1e}"
-        )
-        console().print(f"wrote a PEFT adapter of {base} in {made.folder}", style="dim")
+        console().print(str(made))
+        console().print(f"wrote a PEFT adapter of {base} in {made.path}", style="dim")
         return
     from headwise.handover.gguf_file import export_gguf, export_lora_gguf
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from typing_extensions import Doc
 
@@ -12,11 +12,6 @@ from headwise.cli.app import resumable
 from headwise.cli.options import Output, Reading, budget, wrote
 from headwise.cli.verbs import verb
 from headwise.pruning.settings import PruneSettings, StreamSettings
-
-if TYPE_CHECKING:
-    from headwise.pruning.values import NestedSets
-    from headwise.tables import Table
-    from headwise.texts.text_sets import TextSet
 
 Also = Annotated[Sequence[str], Doc("Another kind of text to check on; default: a bundled set.")]
 
@@ -33,25 +28,7 @@ def prune_verb(
     to: Output = Output(Path("out/prune")),
 ) -> None:
     """Find the largest set of heads that can go for less than --max-loss, and write its patch."""
-    other = _read(also)
-    loaded, texts = reading.open(settings.max_length)
-    from headwise.cli.progress_bar import progress_bars
-    from headwise.pruning.prune import GAIN, PATCH, PRUNE, prune
-
-    with resumable(f"add --resume to go on in {to.out}"), progress_bars() as progress:
-        pruned = prune(
-            loaded,
-            texts,
-            out=to.out,
-            also=other,
-            settings=settings,
-            resume=to.resume,
-            budget=budget(to.yes),
-            progress=progress,
-        )
-    limit = settings.search.max_loss
-    written = [PRUNE, PATCH, *([GAIN] if pruned.gain_heads else [])]
-    _show(pruned.sentences, pruned.tables()[:1], pruned.nested, limit, to, written)
+    _search("prune", reading, settings, also, to)
 
 
 @verb(
@@ -67,13 +44,27 @@ def stream_verb(
     to: Output = Output(Path("out/stream")),
 ) -> None:
     """Find the most key/value groups that can do with the first and the recent tokens."""
-    other = _read(also)
+    _search("stream", reading, settings, also, to)
+
+
+def _search(
+    name: str,
+    reading: Reading,
+    settings: PruneSettings | StreamSettings,
+    also: Sequence[str],
+    to: Output,
+) -> None:
+    """Search, and show the answer, the other orders and the files."""
+    from headwise.texts.text_sets import read_texts
+
+    other = read_texts(list(also)) if also else None
     loaded, texts = reading.open(settings.max_length)
+    import headwise
     from headwise.cli.progress_bar import progress_bars
-    from headwise.pruning.stream import PATTERN, PATTERN_CONFIG, STREAM, stream
+    from headwise.cli.show import console, print_tables
 
     with resumable(f"add --resume to go on in {to.out}"), progress_bars() as progress:
-        streamed = stream(
+        found = getattr(headwise, name)(
             loaded,
             texts,
             out=to.out,
@@ -83,34 +74,12 @@ def stream_verb(
             budget=budget(to.yes),
             progress=progress,
         )
-    limit = settings.search.max_loss
-    written = [STREAM, PATTERN, PATTERN_CONFIG]
-    _show(streamed.sentences, streamed.tables()[:1], streamed.nested, limit, to, written)
-
-
-def _read(also: Sequence[str]) -> TextSet | None:
-    from headwise.texts.text_sets import read_texts
-
-    return read_texts(list(also)) if also else None
-
-
-def _show(
-    sentences: Sequence[str],
-    tables: Sequence[Table],
-    nested: NestedSets,
-    limit: float,
-    to: Output,
-    written: Sequence[str],
-) -> None:
-    """The answer, the other orders, and the files."""
-    from headwise.cli.show import console, print_tables
-
-    for line in sentences:
+    for line in found.sentences:
         console().print(line, markup=False)
-    print_tables(tables)
-    paths = [to.out / name for name in written]
-    if to.figures and nested.order:
+    print_tables(found.tables()[:1])
+    paths = [to.out / name for name in found.files]
+    if to.figures and found.order:
         from headwise.pruning.figures import curve_figures
 
-        paths += curve_figures(nested, limit, to.out)
+        paths += curve_figures(found, to.out)
     wrote(paths)

@@ -52,14 +52,16 @@ class Factors:
 
 
 @dataclass(frozen=True)
-class Adapter:
-    """What was exported, and how far its logits are from the patched model's."""
+class Exported:
+    """A patch as another tool reads it; in words too."""
 
-    folder: Path
-    rank: int
-    modules: tuple[str, ...]
-    num_weights: int
-    largest_difference: float  # of logits, on tokens drawn at random
+    path: Path
+    stored: dict[str, str]  # projection -> its rank, or tensor -> its type
+    error: float  # of an adapter's logits on random tokens; of a file's values, by rounding
+    summary: str
+
+    def __str__(self) -> str:
+        return self.summary
 
 
 def export_peft(
@@ -69,7 +71,7 @@ def export_peft(
     *,
     full_rank: bool = False,
     force: bool = False,
-) -> Adapter:
+) -> Exported:
     """Write a patch as a PEFT adapter that `PeftModel.from_pretrained` loads; proves it."""
     if patch.is_empty:
         raise HeadwiseError("the patch changes nothing", fix="the model is as good without it")
@@ -94,10 +96,15 @@ def export_peft(
             fix="merge it with `headwise apply`, or pass --full-rank for a large adapter",
         )
     _write(model, found, loaded.id, out, patch.fingerprint())
-    modules = tuple(one.module for one in found)
     weights = sum(one.a.numel() + one.b.numel() for one in found)
-    difference = (_adapted_logits(model, out) - expected).abs().max()
-    return Adapter(out, rank, modules, weights, float(difference))
+    difference = float((_adapted_logits(model, out) - expected).abs().max())
+    return Exported(
+        out,
+        dict.fromkeys((one.module for one in found), f"rank {rank}"),
+        difference,
+        f"rank {rank} in {len(found)} projections, {weights:,} weights; logits of base + adapter "
+        f"and of the patched model differ by {difference:.1e}",
+    )
 
 
 def factors_of(model: PreTrainedModel, patch: Patch) -> list[Factors]:

@@ -12,7 +12,6 @@ that holds its own indices, and where they come out is the order.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,41 +30,16 @@ from transformers.modeling_gguf_pytorch_utils import (
 
 from headwise.artefacts import write_atomically
 from headwise.errors import HeadwiseError, ModelError
-from headwise.handover.adapter import factors_of
+from headwise.handover.adapter import Exported, factors_of
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.patch import Patch
 
 _FALLBACK = Type.Q8_0  # for types that gguf-py reads and cannot write
 
 
-@dataclass(frozen=True)
-class GGUFExport:
-    """What was written: which tensors changed, how they are stored, and what rounding did."""
-
-    path: Path
-    tensors: dict[str, str]  # name -> its type in the new file
-    retyped: dict[str, str]  # name -> its type in the base, where that could not be kept
-    changed_bytes: int
-    total_bytes: int
-    rounding: float  # largest error of a patched value, of its tensor's largest
-
-    def __str__(self) -> str:
-        if self.changed_bytes == self.total_bytes:
-            return f"a LoRA of {len(self.tensors)} tensors in float32, {self.total_bytes:,} bytes"
-        retyped = "".join(
-            f"\n{name} was {old}, which gguf-py cannot write, and is {self.tensors[name]} now"
-            for name, old in self.retyped.items()
-        )
-        return (
-            f"{len(self.tensors)} tensors patched, {self.changed_bytes:,} of {self.total_bytes:,} "
-            f"bytes; patched values are rounded by {self.rounding:.1%} of their tensor's largest "
-            f"at most; every other byte is the base's{retyped}"
-        )
-
-
 def export_gguf(
     loaded: LoadedModel, patch: Patch, out: Path | str, *, force: bool = False
-) -> GGUFExport:
+) -> Exported:
     """Write the base's GGUF file with the patch inside; every byte outside it is the base's."""
     source, out = _source(loaded), Path(out)
     _require_change(patch)
@@ -81,30 +55,35 @@ def export_gguf(
             for tensor in order:
                 file.write(b"\0" * (-file.tell() % base.reader.alignment))
                 if tensor.name in blocks:
-                    file.write(blocks[tensor.name].data)
+                    file.write(blocks[tensor.name].data.tobytes())
                 else:
                     old.seek(int(tensor.data_offset))
                     file.write(old.read(int(tensor.n_bytes)))
 
     write_atomically(out, write)
     _require_same_elsewhere(base, out, blocks)
-    return GGUFExport(
-        path=out,
-        tensors={name: one.type.name for name, one in sorted(blocks.items())},
-        retyped={
-            name: base.tensors[name].tensor_type.name
-            for name, one in sorted(blocks.items())
-            if one.type != base.tensors[name].tensor_type
-        },
-        changed_bytes=sum(one.changed for one in blocks.values()),
-        total_bytes=out.stat().st_size,
-        rounding=max(one.rounding for one in blocks.values()),
+    stored, total = (
+        {n: one.tensor_type.name for n, one in sorted(blocks.items())},
+        out.stat().st_size,
+    )
+    retyped = [
+        f"\n{name} was {old}, which gguf-py cannot write, and is {new} now"
+        for name, new in stored.items()
+        if (old := base.tensors[name].tensor_type.name) != new
+    ]
+    return Exported(
+        out,
+        stored,
+        base.rounding,
+        f"{len(blocks)} tensors patched, {base.changed:,} of {total:,} bytes; patched values are "
+        f"rounded by {base.rounding:.1%} of their tensor's largest at most; every other byte is "
+        f"the base's{''.join(retyped)}",
     )
 
 
 def export_lora_gguf(
     loaded: LoadedModel, patch: Patch, out: Path | str, *, force: bool = False
-) -> GGUFExport:
+) -> Exported:
     """Write a patch of low rank as a LoRA that llama.cpp adds to the base's GGUF file."""
     source, out = _source(loaded), Path(out)
     _require_change(patch)
@@ -143,17 +122,8 @@ def export_lora_gguf(
     writer.write_tensors_to_file()
     writer.close()
     size = out.stat().st_size
-    return GGUFExport(out, names, {}, size, size, 0.0)
-
-
-@dataclass(frozen=True)
-class _Blocks:
-    """A tensor's new bytes, how they are stored, and how many of them are not the base's."""
-
-    data: bytes
-    type: Type
-    changed: int
-    rounding: float
+    summary = f"a LoRA of {len(names)} tensors in float32, {size:,} bytes"
+    return Exported(out, names, 0.0, summary)
 
 
 class _Base:
@@ -165,6 +135,7 @@ class _Base:
         self.architecture = str(self.reader.fields["general.architecture"].contents())
         kind = TENSOR_PROCESSORS.get(self.architecture, TensorProcessor)
         self.processor = kind(config=load_gguf_checkpoint(str(path))["config"])
+        self.changed, self.rounding = 0, 0.0  # bytes that were patched, and the worst error of it
         self.names = get_gguf_hf_weights_map(model, self.processor)
 
     def name_of(self, parameter: str) -> str:
@@ -200,7 +171,9 @@ class _Base:
             changes.setdefault(name, []).append((places, part.after))
         return changes
 
-    def patched(self, name: str, changes: Sequence[tuple[np.ndarray, torch.Tensor]]) -> _Blocks:
+    def patched(
+        self, name: str, changes: Sequence[tuple[np.ndarray, torch.Tensor]]
+    ) -> gguf.ReaderTensor:
         """The tensor with other values at some places, quantised again where they changed."""
         tensor = self.tensors[name]
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
@@ -221,9 +194,13 @@ class _Base:
         again = gguf.quants.dequantize(raw.view(np.uint8).reshape(_byte_shape(wanted, kind)), kind)
         error = np.abs(again.reshape(-1)[touched] - wanted.reshape(-1)[touched]).max()
         largest = float(np.abs(wanted).max()) or 1.0
-        return _Blocks(raw.tobytes(), kind, changed, float(error) / largest)
+        self.changed, self.rounding = (
+            self.changed + changed,
+            max(self.rounding, float(error) / largest),
+        )
+        return tensor._replace(tensor_type=kind, n_bytes=raw.nbytes, data=raw)
 
-    def header(self, blocks: Mapping[str, _Blocks]) -> tuple[bytes, list[Any]]:
+    def header(self, blocks: Mapping[str, gguf.ReaderTensor]) -> tuple[bytes, list[Any]]:
         """All before the data, with the types and offsets of the new file; tensors in order."""
         order = sorted(self.reader.tensors, key=lambda tensor: int(tensor.data_offset))
         with self.path.open("rb") as file:
@@ -231,13 +208,12 @@ class _Base:
         at = 0
         for tensor in order:
             at += -at % self.reader.alignment
-            new = blocks.get(tensor.name)
-            kind = tensor.tensor_type if new is None else new.type
+            new = blocks.get(tensor.name, tensor)
             # the table's entry: length and text of the name, dimensions, then these two
             start = tensor.field.offset + sum(part.nbytes for part in tensor.field.parts[:-2])
-            header[start : start + 4] = int(kind).to_bytes(4, "little")
+            header[start : start + 4] = int(new.tensor_type).to_bytes(4, "little")
             header[start + 4 : start + 12] = at.to_bytes(8, "little")
-            at += int(tensor.n_bytes) if new is None else len(new.data)
+            at += int(new.n_bytes)
         return bytes(header), order
 
 
@@ -280,7 +256,9 @@ def _require_change(patch: Patch) -> None:
         raise HeadwiseError("the patch changes nothing", fix="the base file is as good without it")
 
 
-def _require_same_elsewhere(base: _Base, out: Path, blocks: Mapping[str, _Blocks]) -> None:
+def _require_same_elsewhere(
+    base: _Base, out: Path, blocks: Mapping[str, gguf.ReaderTensor]
+) -> None:
     """Raise unless metadata and every tensor outside the patch have the base's bytes."""
     new = gguf.GGUFReader(out)
     written = {tensor.name: tensor for tensor in new.tensors}

@@ -9,62 +9,42 @@ choosing text is tested on other documents (`values` says why the test holds). L
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float, Int
-from transformers import PreTrainedModel
 
-from headwise.artefacts import load_artefact, save_artefact
+from headwise.artefacts import content_hash, load_artefact, save_artefact, to_json, versions
 from headwise.errors import ArtefactError, SelectionError, TextError
+from headwise.forward.guard import guard
 from headwise.forward.interventions import Intervention, Variant
 from headwise.forward.variant_losses import variant_losses
 from headwise.heads import Head
 from headwise.intervals import ERROR, FEWEST, Interval, paired_interval
 from headwise.models.loaded_model import LoadedModel
-from headwise.progress import Progress, silent, stage
+from headwise.progress import Budget, Progress, Work, silent, stage
 from headwise.provenance import TextInfo
-from headwise.pruning.settings import SearchSettings
-from headwise.pruning.values import PART_NAMES, NestedSets, Part, SetCost
+from headwise.pruning.settings import PruneSettings, SearchSettings, StreamSettings
+from headwise.pruning.values import OURS, PART_NAMES, RANDOM, NestedSets, Part
 from headwise.staged import document_order, student_interval
 from headwise.texts.batches import require_embedded, token_ids
 from headwise.texts.text_sets import TextSet, bundled_texts, document_hash
-from headwise.values import from_plain
+from headwise.values import from_plain, to_plain
 
 Unit = tuple[Head, ...]
+Costs = dict[int, dict[Part, Interval]]  # by number of units and text
 Deltas = Float[np.ndarray, "set document"]  # change of a document's summed loss
 
 SHORTEST = 16  # tokens of a document: a heading is none
 DRAWS = 3  # random orders that are averaged
 MEASURED = "measured.json"
+FEWER = "--max-texts, --max-length, --exact, --width, --most"
+_CHECKED: tuple[Part, ...] = ("held_out", "other")
 _CHUNK = 16  # sets that are measured, and kept, at once
 _AHEAD = 4  # sizes that are measured at once: the model as it is runs once for all of them
 _COSTLY = 0.05  # nats per token
 _GLANCE = 6  # documents after which a unit that clearly costs too much is measured no further
-
-
-@dataclass(frozen=True)
-class Documents:
-    """The texts of a search by part, tokenised; no document is in two parts."""
-
-    texts: Mapping[Part, TextSet]
-    encoded: Mapping[Part, list[list[int]]] = field(repr=False)
-
-    @property
-    def infos(self) -> dict[Part, TextInfo]:
-        """What an artefact says of the texts."""
-        sizes = {part: sum(map(len, rows)) for part, rows in self.encoded.items()}
-        return {part: texts.describe(sizes[part]) for part, texts in self.texts.items()}
-
-    def tokens(self, part: Part) -> Int[np.ndarray, "document"]:
-        """Predicted tokens of every document."""
-        return np.array([len(ids) - 1 for ids in self.encoded[part]])
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest document."""
-        return max(len(ids) for part in self.encoded.values() for ids in part)
 
 
 def deal_documents(
@@ -73,15 +53,15 @@ def deal_documents(
     also: TextSet | None,
     search: SearchSettings,
     *,
-    max_length: int,
+    length: int,
     minimum: int = SHORTEST,
-) -> Documents:
+    progress: Progress = silent,
+) -> JointCosts:
     """A quarter of the documents to choose on, the others to validate and to check, half each.
 
     Another kind of text is `also`, or the bundled texts; documents of `texts` are left out there.
     Documents of fewer than `minimum` tokens are left out.
     """
-    length = loaded.length(max_length)
     unique = {document_hash(text): text for text in texts.texts}
     order = document_order(len(unique), search.seed)
     every = list(unique.values())
@@ -107,15 +87,13 @@ def deal_documents(
     if other:
         parts["other"] = other
     names: dict[Part, str] = {"other": others.name}
-    documents = Documents(
-        {
-            part: TextSet(names.get(part, texts.name), tuple(text for text, _ in some))
-            for part, some in parts.items()
-        },
-        {part: [ids for _, ids in some] for part, some in parts.items()},
-    )
-    require_embedded(loaded, [ids for some in documents.encoded.values() for ids in some])
-    return documents
+    require_embedded(loaded, [ids for some in parts.values() for _, ids in some])
+    sets: dict[Part, TextSet] = {
+        part: TextSet(names.get(part, texts.name), tuple(text for text, _ in some))
+        for part, some in parts.items()
+    }
+    encoded = {part: [ids for _, ids in some] for part, some in parts.items()}
+    return JointCosts(loaded, sets, encoded, progress)
 
 
 def _encoded(
@@ -132,7 +110,7 @@ def _encoded(
     return encoded
 
 
-def require_units(units: Sequence[Unit], noun: str) -> None:
+def require_units(units: Mapping[str, Unit], noun: str) -> None:
     """Raise if there is nothing to choose from."""
     if len(units) < 2:
         raise SelectionError(
@@ -142,29 +120,60 @@ def require_units(units: Sequence[Unit], noun: str) -> None:
 
 
 class JointCosts:
-    """What sets of units cost jointly on the documents of a search; each call is kept on disk.
+    """What sets of units cost jointly on dealt documents, none in two parts; kept on disk.
 
     A resumed search asks the same calls in the same order and gets the same bits.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        documents: Documents,
-        intervention: Intervention,
-        *,
-        identity: str,
-        folder: Path,
-        resume: bool = False,
+        loaded: LoadedModel,
+        texts: Mapping[Part, TextSet],
+        encoded: Mapping[Part, list[list[int]]],
         progress: Progress = silent,
     ) -> None:
-        self.model, self.documents, self.intervention = model, documents, intervention
-        self.identity, self.path, self.progress = identity, folder / MEASURED, progress
-        self.known: dict[str, list[list[float]]] = {}
-        if resume and self.path.exists():
-            self.known = self._kept()
+        self.loaded, self.texts, self.encoded, self.progress = loaded, texts, encoded, progress
+        self.longest = max(len(ids) for part in encoded.values() for ids in part)
+        self.known = dict[str, list[list[float]]]()
 
-    def _kept(self) -> dict[str, list[list[float]]]:
+    def infos(self) -> dict[Part, TextInfo]:
+        """What an artefact says of the texts."""
+        sizes = {part: sum(map(len, rows)) for part, rows in self.encoded.items()}
+        return {part: texts.describe(sizes[part]) for part, texts in self.texts.items()}
+
+    def tokens(self, part: Part) -> Int[np.ndarray, "document"]:
+        """Predicted tokens of every document."""
+        return np.array([len(ids) - 1 for ids in self.encoded[part]])
+
+    def announce(self, units: Mapping[str, Unit], search: SearchSettings, budget: Budget) -> None:
+        """Tell the budget how much work it is at most; refuse a model that is not what it seems.
+
+        Single costs of half the layers each, every step of the search, and every test.
+        """
+        exact = min(search.exact, len(units))
+        most = min(search.most or exact, exact)
+        choosing, validation, held_out, other = (
+            sum(map(len, self.encoded.get(part, []))) for part in PART_NAMES
+        )
+        work = choosing * (6 + exact / 2 + most * (search.width + 1)) + validation * 1.25 * most
+        work += (held_out + other) * 8 * (search.curve + 2)
+        budget(self.loaded.model, Work(work, 8 * self.longest, kept=self.longest, less=FEWER))
+        guard(self.loaded, self.longest)
+
+    def begin(
+        self, intervention: Intervention, folder: Path, asked: Sequence[object], *, resume: bool
+    ) -> None:
+        """Keep what is measured in `folder`; with `resume` go on with what is there.
+
+        `asked` is what losses depend on besides model and texts: not the limit, nor how much is
+        tried.
+        """
+        self.intervention = intervention
+        texts = {part: one.sha256 for part, one in self.texts.items()}
+        parts = [self.loaded.describe().fingerprint, texts, *asked, self.loaded.bos]
+        self.path, self.identity = folder / MEASURED, content_hash([to_json(to_plain(parts))])
+        if not resume or not self.path.exists():
+            return
         body = load_artefact(self.path, "measured")
         if body.get("identity") != self.identity:
             raise ArtefactError(
@@ -172,39 +181,38 @@ class JointCosts:
                 where=self.path,
                 fix="run without --resume, or choose another --out",
             )
-        return from_plain(dict[str, list[list[float]]], body.get("known"), self.path)
+        self.known = from_plain(dict[str, list[list[float]]], body.get("known"), self.path)
 
     def deltas(
         self, part: Part, sets: Sequence[Sequence[Unit]], title: str, most: int | None = None
     ) -> Deltas:
         """Change of the summed loss of every document (or of the first `most`) under every set."""
-        encoded = self.documents.encoded[part][:most]
+        encoded = self.encoded[part][:most]
         rows: list[list[float]] = []
         for at in range(0, len(sets), _CHUNK):
             heads = [tuple(sorted(h for unit in one for h in unit)) for one in sets[at:][:_CHUNK]]
             names = ";".join(",".join(map(str, one)) for one in heads)
             key = f"{part} {len(encoded)} {names}"
             if key not in self.known:
-                self.known[key] = self._measure(encoded, heads, f"{title}, {at} of {len(sets)}")
+                variants = [Variant(one, self.intervention) for one in heads if one]
+                self.known[key] = variant_losses(
+                    self.loaded.model,
+                    encoded,
+                    variants,
+                    title=f"{title}, {at} of {len(sets)}",
+                    progress=self.progress,
+                ).deltas.tolist()
                 body = {"identity": self.identity, "known": self.known}
                 save_artefact(self.path, "measured", body)
             rows += self.known[key]
         return np.array(rows).reshape(len(sets), len(encoded))
-
-    def _measure(
-        self, encoded: list[list[int]], heads: Sequence[Unit], title: str
-    ) -> list[list[float]]:
-        variants = [Variant(one, self.intervention) for one in heads if one]
-        costs = variant_losses(self.model, encoded, variants, title=title, progress=self.progress)
-        measured: list[list[float]] = costs.deltas.tolist()
-        return measured
 
     def interval(self, part: Part, deltas: Float[np.ndarray, "document"]) -> Interval:
         """Change of loss per token with its 95% interval over documents.
 
         Choosing text decides nothing, and may have fewer documents than a verdict needs.
         """
-        tokens = self.documents.tokens(part)[: len(deltas)]
+        tokens = self.tokens(part)[: len(deltas)]
         if part == "choosing":
             return student_interval(deltas, tokens, ERROR)
         return paired_interval(deltas, tokens)
@@ -221,7 +229,7 @@ class NestedSearch:
     total: int  # units that the model has; orders of others may name more
     singles: dict[str, Interval] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
-    measured: dict[int, dict[Part, Interval]] = field(default_factory=dict)
+    measured: Costs = field(default_factory=dict)
 
     def measure_singles(self, names: Sequence[str]) -> None:
         """The exact cost of each unit alone; what clearly exceeds the limit is left after a glance.
@@ -238,7 +246,7 @@ class NestedSearch:
             for name, row in zip(names, glance, strict=True)
         }
         open_names = [name for name in names if self.singles[name].low <= limit]
-        if len(self.costs.documents.encoded["choosing"]) <= _GLANCE:
+        if len(self.costs.encoded["choosing"]) <= _GLANCE:
             return
         sets = [[self.units[name]] for name in open_names]
         for name, row in zip(
@@ -258,7 +266,7 @@ class NestedSearch:
             sets = [[self.units[n] for n in (*self.order, name)] for name in tried]
             title = f"{self.noun} {len(self.order) + 1} to leave"
             rows = self.costs.deltas("choosing", sets, title)
-            values = rows.sum(1) / self.costs.documents.tokens("choosing").sum()
+            values = rows.sum(1) / self.costs.tokens("choosing").sum()
             stale |= {name: float(v) - joint for name, v in zip(tried, values, strict=True)}
             best = int(values.argmin())
             joint = float(values[best])
@@ -289,48 +297,78 @@ class NestedSearch:
         best = min(values, key=lambda n: values[n], default=0)
         return best if best and values[best] < 0 else 0
 
-    def rival(
-        self, name: str, orders: Sequence[Sequence[str]], counts: Sequence[int]
-    ) -> list[SetCost]:
-        """The same numbers of units in other orders, averaged; on the texts that check."""
-        sets = [[self.units[n] for n in order[:count]] for count in counts for order in orders]
-        costs: dict[int, dict[Part, Interval]] = {count: {} for count in counts}
-        for part in self._checked_parts:
-            deltas = self.costs.deltas(part, sets, f"{self.noun}s by {name}")
-            means = deltas.reshape(len(counts), len(orders), -1).mean(1)
-            for count, row in zip(counts, means, strict=True):
-                costs[count][part] = self.costs.interval(part, row)
-        return [SetCost(count, found) for count, found in costs.items()]
+    def run(
+        self,
+        how: PruneSettings | StreamSettings,
+        estimates: Float[np.ndarray, "unit"],
+        ranks: Mapping[str, Float[np.ndarray, "unit"]],
+    ) -> NestedSets:
+        """The whole search; `ranks` are other orders, in which the lowest leave first."""
+        names = list(self.units)
+        self.measure_singles(candidates(names, estimates, self.settings.exact))
+        self.grow()
+        others = {
+            name: [[names[i] for i in np.argsort(row, kind="stable")]]
+            for name, row in ranks.items()
+        }
+        return self.result(how, others | {RANDOM: random_orders(names, self.settings.seed)})
 
-    def result(self, rivals: Mapping[str, Sequence[Sequence[str]]]) -> NestedSets:
+    def result(
+        self, how: PruneSettings | StreamSettings, others: Mapping[str, Sequence[Sequence[str]]]
+    ) -> NestedSets:
         """Test, check and compare with other orders; of several under one name the mean counts."""
         stage(f"testing sets of {self.noun}s on other documents", self.costs.progress)
         chosen, lowest = self.validate(), self.lowest()
         self._measure([lowest] if lowest else [], "validation")
         counts = sorted({chosen or 1, *self._curve_counts(), *filter(None, [lowest])})
-        for part in self._checked_parts:
+        checked = [part for part in _CHECKED if part in self.costs.encoded]
+        for part in checked:
             self._measure(counts, part)
-        others = {name: tuple(self.rival(name, orders, counts)) for name, orders in rivals.items()}
-        return NestedSets(
+        every = {OURS: dict(sorted(self.measured.items()))}
+        for name, orders in others.items():
+            every[name] = self._others(name, orders, counts, checked)
+        found = NestedSets(
+            model=self.costs.loaded.describe(),
+            settings=how,
+            bos=self.costs.loaded.bos,
             unit=self.noun,
             units=self.total,
-            texts=self.costs.documents.infos,
+            texts=self.costs.infos(),
             singles=self.singles,
             order=tuple(self.order),
-            sets=tuple(SetCost(count, costs) for count, costs in sorted(self.measured.items())),
+            costs=every,
             chosen=chosen,
             lowest=lowest,
-            rivals=others,
+            heads=self._heads(chosen),
+            gain_heads=(),
+            versions=versions(),
         )
+        gains = found.gain not in ("none", "chance")
+        return replace(found, gain_heads=self._heads(lowest)) if gains else found
+
+    def _others(
+        self,
+        name: str,
+        orders: Sequence[Sequence[str]],
+        counts: Sequence[int],
+        checked: Sequence[Part],
+    ) -> Costs:
+        """The same numbers of units in other orders, averaged; on the texts that check."""
+        sets = [[self.units[n] for n in order[:count]] for count in counts for order in orders]
+        costs: Costs = {count: {} for count in counts}
+        for part in checked:
+            deltas = self.costs.deltas(part, sets, f"{self.noun}s by {name}")
+            means = deltas.reshape(len(counts), len(orders), -1).mean(1)
+            for count, row in zip(counts, means, strict=True):
+                costs[count][part] = self.costs.interval(part, row)
+        return costs
+
+    def _heads(self, count: int) -> tuple[str, ...]:
+        return tuple(str(head) for name in self.order[:count] for head in self.units[name])
 
     def _curve_counts(self) -> list[int]:
         points = np.linspace(1, len(self.order), self.settings.curve).round().astype(int)
         return sorted({int(point) for point in points}) if self.order else []
-
-    @property
-    def _checked_parts(self) -> list[Part]:
-        parts: tuple[Part, ...] = ("held_out", "other")
-        return [part for part in parts if part in self.costs.documents.encoded]
 
     @property
     def _beyond(self) -> float:

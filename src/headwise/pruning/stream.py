@@ -8,17 +8,17 @@ quantile at the share of restricted groups, gives the set that was proven.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from jaxtyping import Float
 
-from headwise.artefacts import content_hash, to_json, versions, write_text
+from headwise.artefacts import to_json, write_text
 from headwise.errors import ModelError, SettingsError
 from headwise.forward.attention import attend_ends
 from headwise.forward.first_order import first_order_costs
-from headwise.forward.guard import guard
 from headwise.forward.hooked_pass import HookedPass
 from headwise.forward.interventions import first_and_recent
 from headwise.forward.measurements import Measurement, run_measurement
@@ -29,25 +29,17 @@ from headwise.models.architectures import architecture_of, geometry_of, layer_wi
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.stored_weights import stored_weights
 from headwise.progress import Budget, Progress, silent, stage, unlimited
-from headwise.pruning.prune import search_work
 from headwise.pruning.search import (
-    Documents,
-    JointCosts,
     NestedSearch,
     Unit,
-    candidates,
     deal_documents,
-    random_orders,
     require_units,
 )
 from headwise.pruning.settings import StreamSettings
-from headwise.pruning.values import RANDOM, NestedSets, Streaming
+from headwise.pruning.values import PATTERN, PATTERN_CONFIG, STREAM, NestedSets
 from headwise.texts.batches import batches
 from headwise.texts.text_sets import TextSet, as_text_set
-from headwise.values import to_plain
 
-STREAM = "stream.json"
-PATTERN, PATTERN_CONFIG = "full_attention_heads.tsv", "config.json"  # DuoAttention's own names
 ENDS = "attention on both ends"  # an order: groups that look elsewhere least, first
 
 
@@ -63,7 +55,7 @@ def stream(
     resume: bool = False,
     budget: Budget = unlimited,
     progress: Progress = silent,
-) -> Streaming:
+) -> NestedSets:
     """Find the most groups that can do with a short memory, and write them and their pattern.
 
     Documents of `texts` are dealt out as for `prune`; those without a middle say nothing and are
@@ -72,36 +64,30 @@ def stream(
     how, out = settings or StreamSettings(), Path(out)
     loaded = loaded.reading(bos)
     units = _groups(loaded)
-    require_units(list(units.values()), "group")
-    documents = _documents(loaded, as_text_set(texts, loaded.id), also, how)
-    budget(loaded.model, search_work(documents, how.search, len(units)))
-    guard(loaded, documents.longest)
+    require_units(units, "group")
+    given, length = as_text_set(texts, loaded.id), loaded.length(how.max_length)
+    kept = how.first + how.recent
+    if kept >= length:
+        raise SettingsError(
+            f"texts of {length} tokens have nothing between the first {how.first} and the "
+            f"{how.recent} recent ones",
+            fix="lower --first and --recent, or raise --max-length",
+        )
+    costs = deal_documents(
+        loaded, given, also, how.search, length=length, minimum=kept + 1, progress=progress
+    )
+    costs.announce(units, how.search, budget)
     with one_writer(out):
         stage("attention on the first and the recent tokens", progress)
-        encoded = documents.encoded["choosing"]
+        encoded = costs.encoded["choosing"]
         mass = run_measurement(loaded.model, _mass_measurement(loaded, encoded, how))
-        costs = JointCosts(
-            loaded.model,
-            documents,
-            first_and_recent(how.first, how.recent),
-            identity=_identity(loaded, documents, how),
-            folder=out,
-            resume=resume,
-            progress=progress,
-        )
-        nested = _search(costs, units, mass, how)
-        per_token, full, saved = cache_bytes(loaded, nested.order[: nested.chosen], how)
-        found = Streaming(
-            model=loaded.describe(),
-            settings=how,
-            bos=loaded.bos,
-            nested=nested,
-            groups=nested.order[: nested.chosen],
-            mass=mass,
-            bytes_per_token=per_token,
-            full_bytes=full,
-            saved_bytes=saved,
-            versions=versions(),
+        short, asked = first_and_recent(how.first, how.recent), [how.first, how.recent]
+        costs.begin(short, out, [*asked, how.max_length], resume=resume)
+        search = NestedSearch(costs, units, how.search, "group", len(units))
+        found = search.run(how, _estimates(search, 1 - mass.ravel()), {ENDS: -mass.ravel()})
+        per_token, full, saved = cache_bytes(loaded, found.groups, how)
+        found = replace(
+            found, mass=mass, bytes_per_token=per_token, full_bytes=full, saved_bytes=saved
         )
         write_pattern(found, out)
         found.save(out / STREAM)
@@ -125,29 +111,6 @@ def _groups(loaded: LoadedModel) -> dict[str, Unit]:
             heads = range(kv * size, (kv + 1) * size)
             groups[f"L{layer}KV{kv}"] = tuple(Head(layer, index) for index in heads)
     return groups
-
-
-def _documents(
-    loaded: LoadedModel, texts: TextSet, also: TextSet | None, settings: StreamSettings
-) -> Documents:
-    """Documents that are longer than what a restricted group keeps."""
-    kept, length = settings.first + settings.recent, loaded.length(settings.max_length)
-    if kept >= length:
-        raise SettingsError(
-            f"texts of {length} tokens have nothing between the first {settings.first} and the "
-            f"{settings.recent} recent ones",
-            fix="lower --first and --recent, or raise --max-length",
-        )
-    return deal_documents(
-        loaded, texts, also, settings.search, max_length=settings.max_length, minimum=kept + 1
-    )
-
-
-def _identity(loaded: LoadedModel, documents: Documents, settings: StreamSettings) -> str:
-    """What the measured losses depend on."""
-    texts = {part: one.sha256 for part, one in documents.texts.items()}
-    asked = [loaded.describe().fingerprint, texts, settings.first, settings.recent]
-    return content_hash([to_json(to_plain([*asked, settings.max_length, loaded.bos]))])
 
 
 def _mass_measurement(
@@ -174,25 +137,18 @@ def _mass_measurement(
     return mass
 
 
-def _search(
-    costs: JointCosts,
-    units: dict[str, Unit],
-    mass: Float[np.ndarray, "layer group"],
-    settings: StreamSettings,
-) -> NestedSets:
-    names, model = list(units), costs.model
-    estimates = 1 - mass.ravel()
-    if len(names) > settings.search.exact and stored_weights(model) is None:
-        encoded = costs.documents.encoded["choosing"]
-        heads = [head for unit in units.values() for head in unit]
-        rows = first_order_costs(model, encoded, heads, [costs.intervention])[:, 0].sum(1)
-        by_head = dict(zip(heads, rows / costs.documents.tokens("choosing").sum(), strict=True))
-        estimates = np.array([sum(by_head[head] for head in unit) for unit in units.values()])
-    search = NestedSearch(costs, units, settings.search, "group", len(units))
-    search.measure_singles(candidates(names, estimates, settings.search.exact))
-    search.grow()
-    by_mass = [names[i] for i in np.argsort(-mass.ravel(), kind="stable")]
-    return search.result({ENDS: [by_mass], RANDOM: random_orders(names, settings.search.seed)})
+def _estimates(
+    search: NestedSearch, between: Float[np.ndarray, "group"]
+) -> Float[np.ndarray, "group"]:
+    """What each group costs alone: to first order, if not all are measured; else unused."""
+    costs, model = search.costs, search.costs.loaded.model
+    if len(search.units) <= search.settings.exact or stored_weights(model) is not None:
+        return between
+    heads = [head for unit in search.units.values() for head in unit]
+    encoded, kinds = costs.encoded["choosing"], [costs.intervention]
+    rows = first_order_costs(model, encoded, heads, kinds)[:, 0].sum(1)
+    by_head = dict(zip(heads, rows / costs.tokens("choosing").sum(), strict=True))
+    return np.array([sum(by_head[head] for head in unit) for unit in search.units.values()])
 
 
 def cache_bytes(
@@ -215,28 +171,31 @@ def cache_bytes(
     return per_token, full, saved
 
 
-def write_pattern(found: Streaming, out: Path) -> list[Path]:
+def write_pattern(found: NestedSets, out: Path) -> list[Path]:
     """Write `full_attention_heads.tsv` and `config.json` as DuoAttention has them.
 
     Scores ascend in the order of the search: the chosen groups from 0 to 0.5, the others that were
     tried up to 0.6, and those that were not by how much they look at what lies between.
     """
-    nested, scores = found.nested, 0.6 + 0.4 * (1 - found.mass)
+    how, mass = found.settings, found.mass
+    assert isinstance(how, StreamSettings)
+    assert mass is not None
+    scores = 0.6 + 0.4 * (1 - mass)
     rows = {layer: row for row, layer in enumerate(found.model.layer_numbers)}
-    tried = len(nested.order) - nested.chosen
+    tried = len(found.order) - found.chosen
     ascending = [
-        *np.linspace(0, 0.5, nested.chosen, endpoint=False),
+        *np.linspace(0, 0.5, found.chosen, endpoint=False),
         *np.linspace(0.5, 0.6, tried, endpoint=False),
     ]
-    for name, score in zip(nested.order, ascending, strict=True):
+    for name, score in zip(found.order, ascending, strict=True):
         layer, _, group = name.removeprefix("L").partition("KV")
         scores[rows[int(layer)], int(group)] = score
     config = {
         "model_name": found.model.id,
-        "sink_size": found.settings.first,
-        "recent_size": found.settings.recent,
+        "sink_size": how.first,
+        "recent_size": how.recent,
         "threshold": 0.5,
-        "sparsity": nested.chosen / nested.units,
+        "sparsity": found.chosen / found.units,
     }
     text = "".join("\t".join(f"{one:.18e}" for one in row) + "\n" for row in scores)
     return [write_text(out / PATTERN, text), write_text(out / PATTERN_CONFIG, to_json(config))]

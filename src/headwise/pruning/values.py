@@ -8,7 +8,7 @@ the limit on text of that kind. Held-out text and another kind of text only chec
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -20,7 +20,7 @@ from headwise.models.values import ModelInfo
 from headwise.provenance import TextInfo
 from headwise.pruning.settings import PruneSettings, StreamSettings
 from headwise.tables import Table, table, tables_html
-from headwise.values import HeadArray, from_plain, plain_fields
+from headwise.values import OMITTED, HeadArray, from_plain, plain_fields
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,36 +33,56 @@ PART_NAMES: dict[Part, str] = {
     "other": "another kind of text",
 }
 _ACTS = {"group": "can be restricted"}
+PRUNE, PATCH, GAIN = "prune.json", "patch.safetensors", "gain.safetensors"
+STREAM = "stream.json"
+PATTERN, PATTERN_CONFIG = "full_attention_heads.tsv", "config.json"  # DuoAttention's own names
 OURS = "joint loss"  # the order of the search itself
 RANDOM = "random"
 
 
 @dataclass(frozen=True)
-class SetCost:
-    """How many units are out, and the change of loss where it was measured, nats per token."""
-
-    count: int
-    costs: Mapping[Part, Interval]
-
-
-@dataclass(frozen=True)
 class NestedSets:
-    """Sets that grow along one order, what each costs, and the largest that keeps the promise."""
+    """Sets that grow along one order, what each costs, and the largest that keeps the promise.
 
+    `prune.json` or `stream.json`, after the verb whose settings it holds.
+    """
+
+    model: ModelInfo
+    settings: PruneSettings | StreamSettings
+    bos: bool
     unit: str  # what leaves together: head, group, or row (a head of every layer)
     units: int  # how many the model has
     texts: Mapping[Part, TextInfo]
     singles: Mapping[str, Interval] = field(repr=False)  # each alone, on choosing text
     order: tuple[str, ...]
-    sets: tuple[SetCost, ...] = field(repr=False)
+    # by order (the search's own, others), number of units out and text: change of loss
+    costs: Mapping[str, Mapping[int, Mapping[Part, Interval]]] = field(repr=False)
     chosen: int  # units of the largest set below the limit; 0: none
     lowest: int  # units of the set with the least loss on choosing text; 0: none gains there
-    rivals: Mapping[str, tuple[SetCost, ...]] = field(repr=False)  # other orders, equal numbers
+    heads: tuple[str, ...]  # of the chosen set, in the order in which they left
+    gain_heads: tuple[str, ...]  # of the set that lowers the loss, if that is confirmed
+    versions: Mapping[str, str] = field(repr=False)
+    # of stream: attention on both ends, [layer][key/value group], and what the cache takes
+    mass: HeadArray | None = field(default=None, repr=False, metadata=OMITTED)
+    bytes_per_token: int | None = field(default=None, metadata=OMITTED)  # keys and values of all
+    full_bytes: int | None = field(default=None, metadata=OMITTED)  # at the context
+    saved_bytes: int | None = field(default=None, metadata=OMITTED)
 
     def cost(self, count: int, part: Part, order: str = OURS) -> Interval | None:
         """What `count` units of an order cost on one text, if that was measured."""
-        sets = self.sets if order == OURS else self.rivals.get(order, ())
-        return next((one.costs.get(part) for one in sets if one.count == count), None)
+        return self.costs.get(order, {}).get(count, {}).get(part)
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The units of the chosen set, in the order in which they left."""
+        return self.order[: self.chosen]
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """What its verb writes."""
+        if isinstance(self.settings, StreamSettings):
+            return STREAM, PATTERN, PATTERN_CONFIG
+        return (PRUNE, PATCH, GAIN) if self.gain_heads else (PRUNE, PATCH)
 
     @property
     def gain(self) -> str:
@@ -81,11 +101,24 @@ class NestedSets:
             return "here"
         return "there too" if other.high < 0 else "costs elsewhere"
 
-    def sentences(self, limit: float) -> list[str]:
+    @property
+    def sentences(self) -> list[str]:
         """The answer in words: the largest set, what it costs, and what a smaller one gains."""
-        lines = [self._answer(limit)]
+        lines = [self._answer(self.settings.search.max_loss)]
         lines += [f"{PART_NAMES[part]}: {text}" for part, text in self._checks()]
-        return lines + self._gain_lines()
+        lines += self._gain_lines()
+        if isinstance(self.settings, PruneSettings):
+            return lines
+        how, share = self.settings, self.saved_share
+        kept = f"the first {how.first} and the {how.recent} recent tokens"
+        saved = f"{(self.saved_bytes or 0) / 1e6:.1f} of {(self.full_bytes or 0) / 1e6:.1f} MB"
+        cache = f"key/value cache at {how.context:,} tokens: {saved} saved ({share:.0%})"
+        return [f"groups that keep {kept}:", *lines, cache]
+
+    @property
+    def saved_share(self) -> float:
+        """What restricted groups save of the cache."""
+        return (self.saved_bytes or 0) / (self.full_bytes or 1)
 
     def _answer(self, limit: float) -> str:
         noun = self.unit + "s" * (self.units != 1)
@@ -131,7 +164,7 @@ class NestedSets:
         count = self.chosen or 1
         rows = [
             (name, *(self.cost(count, part, name) for part in ("held_out", "other")))
-            for name in (OURS, *self.rivals)
+            for name in self.costs
         ]
         plural = f"{count} {self.unit}{'s' * (count != 1)}"
         against = table(
@@ -143,10 +176,9 @@ class NestedSets:
         return [against, self._steps()]
 
     def _steps(self) -> Table:
-        known = {one.count: one.costs for one in self.sets}
         rows = [
             (count, self.order[count - 1], *(costs.get(part) for part in PART_NAMES))
-            for count, costs in sorted(known.items())
+            for count, costs in self.costs[OURS].items()
         ]
         columns = "out; last; choosing [+.4f]; validation [+.4f]; held out [+.4f]; other [+.4f]"
         title = f"change of loss as {self.unit}s leave one after the other, nats per token"
@@ -154,105 +186,31 @@ class NestedSets:
 
     def to_frame(self) -> pd.DataFrame:
         """One row per order and number of units: the costs on every text (needs pandas)."""
-        every: dict[str, Sequence[SetCost]] = {OURS: self.sets, **self.rivals}
         return frame(
             [
                 {
                     "order": name,
-                    "count": one.count,
-                    **interval_columns({str(part): cost for part, cost in one.costs.items()}),
+                    "count": count,
+                    **interval_columns({str(part): cost for part, cost in costs.items()}),
                 }
-                for name, sets in every.items()
-                for one in sets
+                for name, sets in self.costs.items()
+                for count, costs in sets.items()
             ]
         )
+
+    def _repr_html_(self) -> str:
+        return tables_html(self.tables())
+
+    def save(self, path: Path) -> Path:
+        """Write `prune.json` or `stream.json`."""
+        kind = "prune" if isinstance(self.settings, PruneSettings) else "stream"
+        return save_artefact(path, kind, plain_fields(self))
+
+    @staticmethod
+    def load(path: Path) -> NestedSets:
+        """Read `prune.json` or `stream.json`."""
+        return from_plain(NestedSets, load_artefact(path, ("prune", "stream")), path)
 
 
 def _told(cost: Interval) -> str:
     return f"{cost.value:+.4f} ({cost.low:+.4f} to {cost.high:+.4f})"
-
-
-@dataclass(frozen=True)
-class Prune:
-    """Which heads can go: `prune.json`. The patch beside it takes them out."""
-
-    model: ModelInfo
-    settings: PruneSettings
-    bos: bool
-    nested: NestedSets
-    heads: tuple[str, ...]  # of the chosen set, in the order in which they left
-    gain_heads: tuple[str, ...]  # of the set that lowers the loss, if that is confirmed
-    versions: Mapping[str, str] = field(repr=False)
-
-    @property
-    def sentences(self) -> list[str]:
-        """The answer in words."""
-        return self.nested.sentences(self.settings.search.max_loss)
-
-    def tables(self) -> list[Table]:
-        """Other orders at equal number, and the steps of the search."""
-        return self.nested.tables()
-
-    def _repr_html_(self) -> str:
-        return tables_html(self.tables())
-
-    def to_frame(self) -> pd.DataFrame:
-        """One row per order and number of heads."""
-        return self.nested.to_frame()
-
-    def save(self, path: Path) -> Path:
-        """Write `prune.json`."""
-        return save_artefact(path, "prune", plain_fields(self))
-
-    @staticmethod
-    def load(path: Path) -> Prune:
-        """Read `prune.json`."""
-        return from_plain(Prune, load_artefact(path, "prune"), path)
-
-
-@dataclass(frozen=True)
-class Streaming:
-    """Which key/value groups need only the first and the recent tokens: `stream.json`."""
-
-    model: ModelInfo
-    settings: StreamSettings
-    bos: bool
-    nested: NestedSets
-    groups: tuple[str, ...]  # that may be restricted, in the order in which they were
-    mass: HeadArray = field(repr=False)  # attention on both ends: [layer][key/value group]
-    bytes_per_token: int  # of the cache, keys and values of all groups
-    full_bytes: int  # of the cache at the context
-    saved_bytes: int
-    versions: Mapping[str, str] = field(repr=False)
-
-    @property
-    def sentences(self) -> list[str]:
-        """The answer in words, and what the cache saves."""
-        how, nested = self.settings, self.nested
-        share = self.saved_bytes / self.full_bytes if self.full_bytes else 0.0
-        saved = (
-            f"key/value cache at {how.context:,} tokens: {self.saved_bytes / 1e6:.1f} of "
-            f"{self.full_bytes / 1e6:.1f} MB saved ({share:.0%})"
-        )
-        kept = f"the first {how.first} and the {how.recent} recent tokens"
-        return [f"groups that keep {kept}:", *nested.sentences(how.search.max_loss), saved]
-
-    def tables(self) -> list[Table]:
-        """Other orders at equal number, and the steps of the search."""
-        return self.nested.tables()
-
-    def _repr_html_(self) -> str:
-        return tables_html(self.tables())
-
-    def to_frame(self) -> pd.DataFrame:
-        """One row per order and number of groups."""
-        return self.nested.to_frame()
-
-    def save(self, path: Path) -> Path:
-        """Write `stream.json`."""
-        return save_artefact(path, "stream", plain_fields(self))
-
-    @staticmethod
-    def load(path: Path) -> Streaming:
-        """Read `stream.json`."""
-        return from_plain(Streaming, load_artefact(path, "stream"), path)
