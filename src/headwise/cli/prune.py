@@ -77,9 +77,11 @@ def _search(
     for line in found.sentences:
         console().print(line, markup=False)
     print_tables(found.tables()[:1])
-    paths = [to.out / name for name in found.files]
+    paths, then = [to.out / name for name in found.files], []
+    if name == "prune" and found.heads:
+        then = ["apply", reading.model, paths[1], "--out", "pruned"]
     if to.figures and found.order:
         from headwise.pruning.figures import curve_figures
 
         paths += curve_figures(found, to.out)
-    wrote(paths)
+    wrote(paths, then=then)
