@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from typing_extensions import Doc
 
@@ -28,7 +28,7 @@ def prune_verb(
     to: Output = Output(Path("out/prune")),
 ) -> None:
     """Find the largest set of heads that can go for less than --max-loss, and write its patch."""
-    _search("prune", reading, settings, also, to)
+    _search(reading, settings, also, to)
 
 
 @verb(
@@ -44,11 +44,10 @@ def stream_verb(
     to: Output = Output(Path("out/stream")),
 ) -> None:
     """Find the most key/value groups that can do with the first and the recent tokens."""
-    _search("stream", reading, settings, also, to)
+    _search(reading, settings, also, to)
 
 
 def _search(
-    name: str,
     reading: Reading,
     settings: PruneSettings | StreamSettings,
     also: Sequence[str],
@@ -59,12 +58,13 @@ def _search(
 
     other = read_texts(list(also)) if also else None
     loaded, texts = reading.open(settings.max_length)
-    import headwise
+    from headwise import prune, stream
     from headwise.cli.progress_bar import progress_bars
     from headwise.cli.show import console, print_tables
 
+    find: Any = prune if isinstance(settings, PruneSettings) else stream
     with resumable(f"add --resume to go on in {to.out}"), progress_bars() as progress:
-        found = getattr(headwise, name)(
+        found = find(
             loaded,
             texts,
             out=to.out,
@@ -78,7 +78,7 @@ def _search(
         console().print(line, markup=False)
     print_tables(found.tables()[:1])
     paths, then = [to.out / name for name in found.files], []
-    if name == "prune" and found.heads:
+    if found.heads and isinstance(settings, PruneSettings):
         then = ["apply", reading.model, paths[1], "--out", "pruned"]
     if to.figures and found.order:
         from headwise.pruning.figures import curve_figures
