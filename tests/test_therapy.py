@@ -34,15 +34,24 @@ from headwise.surgery.sink_directions import measure_directions
 from headwise.surgery.treatments import Dose, prescribed, treat, with_prescription, with_treatment
 from headwise.texts.batches import batches
 from headwise.texts.corpus import build_corpus
-from headwise.texts.text_sets import TextSet
+from headwise.texts.text_sets import TextSet, default_texts
 from headwise.therapy import dose
-from headwise.therapy.auto import choice_blocks, write_plan
+from headwise.therapy.auto import choice_blocks, try_empty_heads, write_plan
 from headwise.therapy.dose import _further, _gains, _options, _sure, choose_doses
-from headwise.therapy.ill_heads import IllHeads, find_ill_heads
+from headwise.therapy.ill_heads import IllHeads, find_ill_heads, other_texts
 from headwise.therapy.never_worse import MOST, judged_blocks, loss_change
 from headwise.therapy.repair import repair
 from headwise.therapy.values import Therapy, Tried
-from planned import TINY_RECIPE, plan_for, random_corpus, random_ids, small_texts, weight_bits
+from headwise.triaging.texts import triage_texts
+from planned import (
+    TINY_RECIPE,
+    opened,
+    plan_for,
+    random_corpus,
+    random_ids,
+    small_texts,
+    weight_bits,
+)
 
 
 def numbered_corpus(**sizes):
@@ -334,6 +343,50 @@ def test_of_many_heads_the_ones_with_hope_are_triaged(asleep):
     assert len(found.classes) == 5
     assert set(found.untriaged) == {str(h) for h in every.target_heads} - set(found.classes)
     assert not set(found.untriaged) & set(found.treatments)
+
+
+@pytest.mark.parametrize("better", ["reinitialise", "none"])
+def test_empty_heads_start_in_the_way_that_did_better_in_a_short_trial(
+    tmp_path, monkeypatch, better
+):
+    model = tiny_language_model("llama")
+    plan = plan_for(model, "L1H0-1")
+    given = with_prescription(plan, dict.fromkeys(plan.target_heads, Dose("reinitialise", 1.0)))
+    therapy, before, seen = Therapy("", given, (), {}, ()), weight_bits(model), []
+
+    def change(model, patch, blocks, texts):
+        [name] = patch.info.plan["treatments"]
+        seen.append((name, patch, blocks))
+        return replace(
+            loss_change(model, patch, blocks, texts),
+            change=Interval(-0.2 if name == better else -0.1, -0.3, 0.1),
+        )
+
+    monkeypatch.setattr("headwise.therapy.auto.loss_change", change)
+    with opened(model, plan, tmp_path, reinit=False) as job:
+        found = try_empty_heads(job, therapy)
+        untrained = replace(job, run=replace(job.run, recipe=UNTRAINED))
+        assert try_empty_heads(untrained, therapy) is therapy  # nothing is trained: no trial
+        blocks = job.corpus.train
+    assert list(found.plan.treatments) == [better]
+    assert found.plan.target_heads == plan.target_heads
+    rows = [(row.dose, row.change, row.error, row.kept) for row in found.tried]
+    assert rows == [
+        (f"{name} 1", -0.2 if name == better else -0.1, pytest.approx(0.1), name == better)
+        for name in ("reinitialise", "none")
+    ]
+    for _, patch, read in seen:
+        assert any((part.after != part.before).any() for part in patch.slices.values())
+        assert not {id(block) for block in read} & {id(block) for block in blocks[::2]}
+    assert weight_bits(model) == before
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_text_for_harm_is_no_default_of_an_evaluation_and_no_validation_text():
+    texts = set(other_texts())
+    assert len(texts) == 16
+    assert not texts & {*default_texts("patient").texts, *default_texts("a/model").texts}
+    assert not texts & set(triage_texts("patient").texts)
 
 
 def test_an_empty_patch_is_a_patch_everywhere(tmp_path):

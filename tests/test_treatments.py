@@ -25,6 +25,7 @@ from headwise.surgery.treatments import (
     retire,
     treat,
     treatment_named,
+    with_slopes,
 )
 from headwise.texts.batches import batches
 from planned import ablate_sets, plan_for, random_batch, random_ids, weight_bits
@@ -37,7 +38,8 @@ BLOCKS = [random_batch(seed=seed) for seed in range(4)]
 @pytest.fixture(scope="module", params=FAMILIES)
 def patient(request):
     model = tiny_model(request.param)
-    return model, plan_for(model, HEADS), measure_directions(model, BLOCKS, (0, 1))
+    directions = measure_directions(model, BLOCKS, (0, 1))
+    return model, plan_for(model, HEADS), with_slopes(directions, model, BLOCKS, (0, 1))
 
 
 def treated(patient, name, amount=None):
@@ -201,6 +203,43 @@ def test_without_rotation_the_pull_is_the_key_of_the_sink_minus_the_others(famil
     torch.testing.assert_close(found.sink, expected, rtol=1e-3, atol=1e-4)
     elsewhere = measure_directions(model, [block], (0,))[0]
     assert torch.equal(found.parked_query, elsewhere.parked_query)  # parked at the first token
+
+
+def test_seek_goes_down_the_slope_of_the_loss_by_the_queries(patient):
+    """The slope is autograd's own, and a small step down lowers the loss by as much as it says."""
+    model, plan, directions = patient
+    head = plan.target_heads[-1]
+    spans = {n: s for n, s in head_spans(model, head, "q").items() if n.endswith(".q")}
+    [span] = spans.values()
+
+    def loss():
+        return sum(
+            model(block.ids, labels=labels(block)).loss * (block.lengths - 1).sum()
+            for block in BLOCKS
+        )
+
+    parameter = model.get_parameter(span.parameter)
+    with torch.enable_grad():
+        parameter.requires_grad_(True)
+        [slope] = torch.autograd.grad(loss(), parameter)
+        parameter.requires_grad_(False)
+    own = slope.narrow(span.axis, span.start, span.stop - span.start)
+    measured = directions[head.layer].query_slope[head.index]
+    assert torch.allclose(measured if own.shape == measured.shape else measured.T, own, atol=1e-4)
+    patch = treat(model, plan, {head: Dose("seek", 0.001)}, directions=directions)
+    step = next(p.after - p.before for n, p in patch.slices.items() if n in spans)
+    with torch.no_grad():
+        before = float(loss())
+        with patch.applied(model):
+            after = float(loss())
+    assert float((step * own).sum()) < 0
+    assert after - before < 0.5 * float((step * own).sum())
+
+
+def labels(block):
+    ids = block.ids.clone()
+    ids[torch.arange(ids.shape[1])[None] >= block.lengths[:, None]] = -100
+    return ids
 
 
 def test_measuring_directions_leaves_the_model_and_the_grad_mode_as_they_were():

@@ -27,10 +27,10 @@ from headwise.surgery.lora import LoraAdapter
 from headwise.surgery.operation import silence, unchanged
 from headwise.surgery.plan import SurgeryPlan
 from headwise.surgery.run_state import RunState
-from headwise.surgery.sink_directions import LayerDirections, with_directions
+from headwise.surgery.sink_directions import LayerDirections
 from headwise.surgery.slice_training import make_masters, master_slices
 from headwise.surgery.training import train
-from headwise.surgery.treatments import measured_layers, prescribed, treat
+from headwise.surgery.treatments import measure_for, prescribed, treat
 
 _MEAN_BLOCKS = 32  # blocks for the heads' mean outputs (compensate: mean)
 
@@ -84,8 +84,7 @@ def _start(job: Job, directions: Mapping[int, LayerDirections]) -> Patch:
     given = prescribed(plan)
     blocks = job.corpus.train
     means = measure_means(model, blocks[:_MEAN_BLOCKS]) if plan.compensate == "mean" else None
-    layers, sinks = measured_layers(given), plan.sink_positions
-    known = with_directions(directions, model, blocks, layers, sinks)
+    known = measure_for(model, plan, given, blocks, directions)
     return treat(model, plan, given, directions=known, mean_outputs=means)
 
 

@@ -61,6 +61,8 @@ class LayerDirections:
     mean_output: Float[Tensor, "head value"] = field(repr=False)  # over all tokens
     # of a parked head: the largest distance of its outputs from `first_output`, relative to it
     parked_error: Float[Tensor, "head"] = field(repr=False)
+    # of the loss by the query weights; only where a treatment asks (`with_slopes`)
+    query_slope: Float[Tensor, "head dim hidden"] | None = field(default=None, repr=False)
 
 
 def measure_directions(

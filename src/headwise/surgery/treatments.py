@@ -8,7 +8,7 @@ the plan's slices is ever written, whatever a formula returns.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -18,17 +18,27 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headwise.errors import SelectionError
+from headwise.forward.losses import shifted_targets, summed_loss
+from headwise.forward.tap import tapped
 from headwise.heads import Head, format_heads
-from headwise.models.architectures import geometry_of
+from headwise.models.architectures import backbone_of, device_of, geometry_of
 from headwise.models.patch import Patch, Slice
-from headwise.models.slices import Span, head_spans, output_bias_span, read_slices
+from headwise.models.slices import Span, head_spans, output_bias_span, read_slices, spans_of
 from headwise.models.values import PatchInfo
 from headwise.settings import changed
 from headwise.surgery.operation import healthy_std, operate, unchanged
 from headwise.surgery.plan import SurgeryPlan
-from headwise.surgery.sink_directions import LayerDirections, measure_directions
+from headwise.surgery.sink_directions import (
+    LayerDirections,
+    measure_directions,
+    with_directions,
+)
+from headwise.surgery.slice_training import make_masters, master_slices, training_slices
 from headwise.texts.batches import Batch
+from headwise.texts.corpus import spread_blocks
 
+SLOPE_BLOCKS = 16  # training blocks that slopes are measured on
+_TINY = 1e-12
 _PARKED_ERROR = 0.02  # a parked head's outputs may differ by so much from the first token's
 RetiredBy = Literal["bias", "parked", "zeroed"]
 Slices = dict[str, Float[Tensor, "..."]]  # by role: q, q_bias, k, ...; weights as (out, in)
@@ -81,6 +91,7 @@ class Treatment:
     doses: tuple[float, ...] = ()  # what a search tries; () if there is nothing to search
     preserves_function: bool = False
     measures: bool = False  # needs `measure_directions`
+    slopes: bool = False  # and `with_slopes`
 
 
 def _release(case: Case, dose: float) -> Slices:
@@ -130,6 +141,21 @@ def _evict(case: Case, dose: float) -> Slices:
 
 def _temper(case: Case, dose: float) -> Slices:
     return {role: part * dose for role, part in _queries(case).items()}
+
+
+def _seek(case: Case, dose: float) -> Slices:
+    """One step down the slope of the loss, `dose` tenths as long as a healthy head's W_q.
+
+    A head without queries has keys, values and outputs that fit what it once looked for; where
+    that was, only the loss knows. How far the slope holds is for a search to find out.
+    """
+    slopes = case.measured.query_slope
+    if slopes is None:
+        raise SelectionError(f"{case.head}: seek needs the slope of the loss by the queries")
+    q, slope = case.slices["q"], slopes[case.head.index]
+    healthy = healthy_std(case.model, case.plan, case.head.layer, "q") * q.numel() ** 0.5
+    step = 0.1 * dose * healthy / slope.norm().clamp_min(_TINY)
+    return {"q": q - step * slope}
 
 
 def _shrink_perturb(case: Case, dose: float) -> Slices:
@@ -247,6 +273,16 @@ TREATMENTS: dict[str, Treatment] = {
         Treatment(
             "sharpen", "q", _temper, "q times the dose: sharper attention", 2.0, (1.5, 2.0, 4.0)
         ),
+        Treatment(
+            "seek",
+            "q",
+            _seek,
+            "W_q moves down the slope of the training loss, dose tenths of a healthy head's W_q",
+            dose=0.5,
+            doses=(0.2, 0.5, 1.0),
+            measures=True,
+            slopes=True,
+        ),
         Treatment("mute", "o", _mute, "the output times 1 - dose", doses=(0.5, 1.0)),
         Treatment(
             "retire",
@@ -325,6 +361,7 @@ def _joined(name: str, first: Treatment, others: Sequence[Treatment]) -> Treatme
         says=", then ".join(row.says for row in rows),
         preserves_function=all(row.preserves_function for row in rows),
         measures=any(row.measures for row in rows),
+        slopes=any(row.slopes for row in rows),
     )
 
 
@@ -499,7 +536,47 @@ def _case(
     return Case(model, plan, head, slices, directions.get(head.layer))
 
 
-def measured_layers(prescription: Prescription) -> list[int]:
-    """Layers whose directions must be measured before `treat`."""
-    measured = {h.layer for h, d in prescription.items() if treatment_named(d.treatment).measures}
-    return sorted(measured)
+def measure_for(
+    model: PreTrainedModel,
+    plan: SurgeryPlan,
+    prescription: Prescription,
+    blocks: Sequence[Batch],
+    known: Mapping[int, LayerDirections],
+) -> dict[int, LayerDirections]:
+    """What `treat` needs measured, of layers that are not among the known ones."""
+    rows = {head: treatment_named(dose.treatment) for head, dose in prescription.items()}
+    layers = [head.layer for head, row in rows.items() if row.measures]
+    every = with_directions(known, model, blocks, layers, plan.sink_positions)
+    sloped = {head.layer for head, row in rows.items() if row.slopes}
+    return with_slopes(every, model, blocks, sloped)
+
+
+def with_slopes(
+    known: Mapping[int, LayerDirections],
+    model: PreTrainedModel,
+    blocks: Sequence[Batch],
+    layers: Collection[int],
+) -> dict[int, LayerDirections]:
+    """The directions with the slope of the loss on some blocks by all query weights of `layers`."""
+    missing = [layer for layer in sorted(set(layers)) if known[layer].query_slope is None]
+    if not missing:
+        return dict(known)
+    count = geometry_of(model).num_heads
+    spans = spans_of(model, [Head(layer, at) for layer in missing for at in range(count)], "q")
+    weights = {name: span for name, span in spans.items() if name.endswith(".q")}
+    values = read_slices(model, weights)
+    masters = make_masters({n: Slice(s, values[n], values[n]) for n, s in weights.items()}, model)
+    with training_slices(model, masters), tapped(model), torch.enable_grad():
+        for block in spread_blocks(blocks, SLOPE_BLOCKS):
+            ids = block.ids.to(device_of(model))
+            last = backbone_of(model)(input_ids=ids, use_cache=False).last_hidden_state
+            summed_loss(model, last, shifted_targets(ids, block.lengths)).backward()
+    for master in masters:
+        assert master.value.grad is not None
+        master.value.data = master.value.grad
+    slopes = {name: _turned("q", *part).cpu() for name, part in master_slices(masters).items()}
+    found = dict(known)
+    for layer in missing:
+        rows = [slopes[f"{Head(layer, at)}.q"] for at in range(count)]
+        found[layer] = replace(found[layer], query_slope=torch.stack(rows))
+    return found

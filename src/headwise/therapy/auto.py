@@ -2,27 +2,40 @@
 
 Everything is chosen on training text: triage says what is wrong with each head, a search gives the
 doses, and heads that the model uses (parked, working) are spared. Flat and harmful heads for which
-the search finds nothing are trained as they are; empty heads are reinitialised only where nothing
-else is treated. Of many heads those are triaged that to first order gain most by a treatment or
-cost least. With the others treated, a head that was not called asleep or harmful is judged again.
+the search finds nothing are trained as they are. Empty heads are treated only where nothing else
+is: reinitialised or trained as they are, whichever does better in a short trial. Of many heads
+those are triaged that to first order gain most by a treatment or cost least. With the others
+treated, a head that was not called asleep or harmful is judged again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from transformers import PreTrainedModel
 
 from headwise.heads import Head, format_heads
 from headwise.progress import Progress, silent, stage
 from headwise.settings import changed
+from headwise.surgery.job import Job
+from headwise.surgery.modes import carry_out
 from headwise.surgery.plan import SurgeryPlan
 from headwise.surgery.sink_directions import LayerDirections, with_directions
-from headwise.surgery.treatments import Dose, Prescription, treat, with_prescription
-from headwise.texts.corpus import Corpus
+from headwise.surgery.treatments import (
+    Dose,
+    Prescription,
+    treat,
+    with_prescription,
+    with_slopes,
+)
+from headwise.texts.corpus import Corpus, spread_blocks
 from headwise.therapy.dose import DOSE_BLOCKS, TRIALS, choose_doses
 from headwise.therapy.ill_heads import IllHeads, training_documents
-from headwise.therapy.values import Therapy
+from headwise.therapy.never_worse import loss_change
+from headwise.therapy.values import Therapy, Tried
 from headwise.triaging.settings import TriageThresholds
 from headwise.triaging.triage import INTERVENTIONS, most_promising, triage_heads
 from headwise.triaging.values import HeadTriage, TriageClass
@@ -31,6 +44,7 @@ FEWEST_TEXTS, MOST_TEXTS = 12, 32  # training documents of a triage: more where 
 # Heads that are triaged at most. On the patients and MiniMind2 every head that gains over 0.005 by
 # a treatment is among the first ten to first order, and none gains more than its estimate (LOG).
 TRIAGED = 40
+TRIAL_STEPS = 20  # of training empty heads in either way, before one is chosen
 REVISED = 8  # heads that are judged again at most
 SPARED: tuple[TriageClass, ...] = ("parked", "working")  # the model uses them as they are
 
@@ -75,6 +89,8 @@ def write_plan(
         "flat": [h for h in symptoms.get("flat", []) if h in rows and rows[h].class_ != "harmful"],
     }
     apart = [head for some in others.values() for head in some]
+    flat = {head.layer for head in others["flat"]}
+    directions = with_slopes(directions, model, corpus.train, flat)
     spared = [head for head in heads if head not in rows or rows[head].class_ in SPARED]
     promising = [head for head, row in rows.items() if head not in spared and _hopeful(row)]
     stage(f"auto: looking for the dose of {len(heads)} heads", progress)
@@ -103,6 +119,40 @@ def write_plan(
         revised=revised,
     )
     return therapy, directions
+
+
+def try_empty_heads(job: Job, therapy: Therapy, progress: Progress = silent) -> Therapy:
+    """Where empty heads are all that is treated: reinitialised, or trained as they are?
+
+    Each way is trained for a few steps on every other block, at the rate of the run, and read on
+    blocks in between. A silenced head costs nothing and learns anew; one that triage called empty
+    may still hold what only its partners could use.
+    """
+    blocks, recipe = job.corpus.train, job.run.recipe
+    if list(therapy.plan.treatments) != ["reinitialise"] or not recipe.steps or len(blocks) < 2:
+        return therapy
+    stage("auto: are empty heads better reinitialised, or trained as they are?", progress)
+    steps = min(recipe.steps, TRIAL_STEPS)
+    never = dict.fromkeys(("validate_every", "save_every", "map_every"), steps + 1)
+    recipe = changed(recipe, steps=steps, validation_blocks=0, **never)
+    corpus = replace(job.corpus, train=blocks[::2])
+    rows: list[Tried] = []
+    as_they_are = dict.fromkeys(therapy.plan.target_heads, Dose("none", 0.0))
+    plans = {
+        "reinitialise": therapy.plan,
+        "none": with_prescription(therapy.plan, as_they_are),
+    }
+    for name, plan in plans.items():
+        run = replace(job.run, plan=plan, recipe=recipe)
+        with TemporaryDirectory() as folder:  # its checkpoints are of no use to anybody
+            trial = replace(job, run=run, corpus=corpus, out=Path(folder), track=None)
+            patch, _ = carry_out(trial, {})
+        read = loss_change(job.model, patch, spread_blocks(blocks[1::2], DOSE_BLOCKS), "").change
+        error = (read.high - read.low) / 4  # an interval of 95% has some four of them
+        rows.append(Tried(f"empty, {steps} steps", f"{name} 1", read.value, error, False))
+    best = rows.index(min(rows, key=lambda row: row.change))
+    tried = [replace(row, kept=place == best) for place, row in enumerate(rows)]
+    return replace(therapy, plan=list(plans.values())[best], tried=(*therapy.tried, *tried))
 
 
 def _revised(

@@ -44,7 +44,7 @@ from headwise.triaging.settings import TriageThresholds
 
 SEARCHED = ("release", "centre", "evict")
 # What is searched for heads whose trouble is not where they look
-OTHERS: dict[str, tuple[str, ...]] = {"harmful": ("mute", "retire"), "flat": ("sharpen",)}
+OTHERS: dict[str, tuple[str, ...]] = {"harmful": ("mute", "retire"), "flat": ("seek", "sharpen")}
 REGROWN = ("release+regrow", "centre+regrow")  # searched too where values or outputs decayed
 DOSE_BLOCKS = 16  # training blocks on which doses are compared
 TRIALS = len(SEARCHED) + 3  # doses that are tried for one head: none, the common, less and more

@@ -4,7 +4,7 @@ The rows of `diagnosis/symptoms.py` that are sure make a head ill. A head with a
 with none, is ill only if triage finds it asleep, or harmful: the loss falls without it. Exact costs
 on training text decide, and first-order estimates only say for which heads they are measured. A
 harmful head must not be one that other text needs: on text that a healthy model was not made for,
-many of its heads do harm (LOG).
+many of its heads do harm (LOG). That other text is one that no evaluation reads unless it is named.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from headwise.forward.measurements import run_measurement
 from headwise.forward.variant_losses import head_costs
 from headwise.heads import Head, format_heads
 from headwise.models.loaded_model import LoadedModel
+from headwise.models.patient import patient_texts
 from headwise.progress import Progress, silent, stage
 from headwise.provenance import MeasureSettings, TextInfo
 from headwise.settings import changed
@@ -32,9 +33,8 @@ from headwise.surgery.sink_directions import (
     measure_directions,
 )
 from headwise.texts.batches import encode_for
-from headwise.texts.corpus import Corpus, spread_blocks
+from headwise.texts.corpus import Corpus, in_validation, spread_blocks
 from headwise.triaging.settings import TriageThresholds
-from headwise.triaging.texts import triage_texts
 from headwise.triaging.triage import (
     INTERVENTIONS,
     query_plan,
@@ -47,7 +47,7 @@ from headwise.triaging.values import HeadTriage
 _BLOCKS = 32  # training blocks on which symptoms are looked for
 _DOCUMENTS = 32  # on which suspects are triaged
 _SUSPECTS = 8  # heads that are triaged at most for a gain by treatment, and for harm
-_OTHER_LENGTH = 256  # tokens of the bundled texts
+_OTHER_TEXTS, _OTHER_LENGTH = 8, 256  # of each kind, and tokens of a text
 
 # Blocks through a forward pass, at most: the diagnosis, first-order estimates with their backward
 # pass, and triage, in which a head is changed in half of the layers on average.
@@ -129,14 +129,29 @@ def _judged(
 
 
 def _needed_elsewhere(loaded: LoadedModel, heads: Sequence[Head]) -> list[Head]:
-    """The heads without which the loss on the bundled varied texts rises."""
+    """The heads without which the loss on `other_texts` rises."""
     if not heads:
         return []
-    encoded = encode_for(loaded, triage_texts("").texts, max_length=_OTHER_LENGTH)
+    encoded = encode_for(loaded, other_texts(), max_length=_OTHER_LENGTH)
     costs = head_costs(loaded.model, encoded, heads, [ZERO])[:, 0].sum(1)
     tokens = sum(len(ids) - 1 for ids in encoded)
     negligible = TriageThresholds().negligible
     return [head for head, cost in zip(heads, costs / tokens, strict=True) if cost > negligible]
+
+
+def other_texts() -> list[str]:
+    """Scripture and speeches of the patient's two training corpora.
+
+    Evaluations and auto's judge read the bundled varied texts, or the patient's held-out ones,
+    where nothing else is named: a head that was spared on those would be judged on them as well.
+    """
+    scripture = [text for text in patient_texts("train", "scripture") if not in_validation(text)]
+    speeches = patient_texts("second")
+    return [
+        text
+        for texts in (scripture, speeches)
+        for text in texts[:: len(texts) // _OTHER_TEXTS][:_OTHER_TEXTS]
+    ]
 
 
 def training_documents(corpus: Corpus, most: int) -> list[list[int]]:

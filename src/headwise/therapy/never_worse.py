@@ -33,15 +33,17 @@ MOST = 512  # blocks of a large corpus that are read: more would only narrow the
 
 def require_validation(corpus: Corpus) -> None:
     """Refuse a corpus that cannot tell whether a repair is better."""
-    documents = count_documents(corpus.validation)
+    documents, info = count_documents(corpus.validation), corpus.info
+    tokens = (info.train_tokens + info.validation_tokens) // max(info.documents, 1)
     if documents < FEWEST:
         raise TextError(
             f"auto needs {FEWEST} validation documents to know whether a repair is better, and "
             f"this corpus has {documents}",
-            where=f"{corpus.info.name}: {corpus.info.documents} documents",
+            where=f"{info.name}: {info.documents} documents of {tokens:,} tokens on average",
             fix=f"up to half of a small corpus becomes validation text, near-duplicates count as "
             f"one: add {2 * (FEWEST - documents)} different documents or more, as a folder of "
-            "files, a .jsonl, or a .txt with a text on each line and --lines",
+            "files, a .jsonl, or a .txt with a text on each line and --lines; one long document is "
+            "one, however long: cut it where one part does not tell the next, at chapters, say",
         )
 
 

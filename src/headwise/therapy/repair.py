@@ -54,7 +54,13 @@ from headwise.texts.corpus import Corpus, build_corpus, spread_blocks
 from headwise.texts.corpus_info import CorpusInfo
 from headwise.texts.text_sets import TextSet, as_text_set, bundled_texts, default_texts
 from headwise.texts.unigram import unigram_loss
-from headwise.therapy.auto import choice_blocks, without_targets, write_plan
+from headwise.therapy.auto import (
+    TRIAL_STEPS,
+    choice_blocks,
+    try_empty_heads,
+    without_targets,
+    write_plan,
+)
 from headwise.therapy.ill_heads import SEARCH_BLOCKS, IllHeads, find_ill_heads
 from headwise.therapy.never_worse import (
     judged_blocks,
@@ -233,9 +239,10 @@ def repair_work(
     blocks = float((1 + recipe.steps // recipe.validate_every) * recipe.validation_blocks)
     blocks += choice_blocks(heads) if auto else 0
     blocks += SEARCH_BLOCKS if search else 0
+    steps = recipe.steps + (2 * min(recipe.steps, TRIAL_STEPS) if auto else 0)
     one = recipe.batch_size * recipe.block
     return Work(
-        tokens=3 * recipe.steps * recipe.batch_tokens + blocks * recipe.block,
+        tokens=3 * steps * recipe.batch_tokens + blocks * recipe.block,
         batch=one,
         kept=one if recipe.steps else 0,
         trained=weights,
@@ -304,6 +311,7 @@ def _run(
             if not therapy.plan.targets:
                 job = replace(job, run=replace(job.run, plan=ill.plan))
                 return _left_alone(job, replace(therapy, better=False), RunState())
+            therapy = try_empty_heads(job, therapy, progress)
         therapy.save(job.out)
         job = replace(job, run=replace(job.run, plan=therapy.plan))
     job = replace(job, run=_with_saving(job, progress))
