@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -30,7 +32,18 @@ def test_more_work_costs_more_and_memory_counts_what_is_kept():
     large = estimate_cost(model, Work(tokens=1e6, batch=64, kept=10**6, trained=10**6))
     assert 0 < small.minutes < large.minutes
     assert large.gigabytes > small.gigabytes + 0.016
-    assert "estimate: at most about" in str(small)
+    cheaper = replace(small, less="--heads")
+    assert str(cheaper).startswith("estimate: at most about")
+    assert str(cheaper).endswith("(less: --heads)")
+
+
+def test_other_work_on_the_machine_does_not_count():
+    """A probe that waits: by the clock on the wall it would cost hours."""
+    model = tiny_language_model("bloom")
+    waiting = model.register_forward_pre_hook(lambda *_: time.sleep(0.5))
+    found = estimate_cost(model, Work(tokens=128e3, batch=64))
+    waiting.remove()
+    assert found.minutes < 128e3 / 128 * 0.25 / 60
 
 
 def test_vectors_that_are_written_cost_time_too():
@@ -81,7 +94,7 @@ def story_of_verbs(tmp_path, monkeypatch):
 def test_four_verbs_say_what_they_will_cost_and_refuse_a_day_of_work(story_of_verbs, monkeypatch):
     for verb, words in story_of_verbs.items():
         with monkeypatch.context() as patched:
-            patched.setattr(cost, "seconds_per_token", lambda model: 1e9)
+            patched.setattr(cost, "seconds_per_token", lambda *_: 1e9)
             done = CliRunner().invoke(app, [verb, *words, "--out", verb])
         assert done.exit_code == 1, f"{verb}: {done.output}"
         assert "estimate: at most about" in done.output

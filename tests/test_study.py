@@ -31,6 +31,8 @@ from headwise.errors import ArtefactError, SettingsError, TrainingError
 from headwise.models.patch import Patch
 from headwise.proof.values import DocumentLosses, Evaluation, HeadCosts
 from headwise.provenance import Provenance
+from headwise.settings import changed
+from headwise.studies import estimate
 from headwise.studies.arms import _at_its_best_rate
 from headwise.studies.estimate import estimate_study
 from headwise.studies.run import run_study
@@ -104,12 +106,25 @@ def test_the_estimate_is_of_the_files_that_a_run_leaves(tmp_path, model_dir, cor
     path = write_study(tmp_path / "s.yaml", model_dir, corpus_dir)
     study = load_study(str(path))
     out = run_study(study, out=tmp_path / "out")
-    *_, steps, tokens, minutes, megabytes = estimate_study(study, out).rows[0]
+    *_, steps, tokens, minutes, megabytes = estimate_study(study, out).rows[1]  # behind stock
     weights = Patch.load(out / "runs" / "surgery-s0" / "patch.safetensors").num_weights
     kept = len(list((out / "runs" / "surgery-s0" / "checkpoints").glob("*.safetensors")))
     assert megabytes == pytest.approx(weights * (8 + 12 * kept) / 1e6, rel=0.05)
     assert minutes > 0
     assert (steps, tokens * 1e6) == (study.recipe_of(study.arms[0]).steps, steps * 2 * 32)
+
+
+def test_the_estimate_of_a_rate_grid_counts_a_run_at_every_rate(tmp_path, model_dir, corpus_dir):
+    path = write_study(tmp_path / "s.yaml", model_dir, corpus_dir)
+    one = load_study(str(path))
+    tokens, counted = [], estimate.repair_work(one.recipe_of(one.arms[0]), 1, 1).tokens
+    for study in (one, changed(one, rate=[1e-4, 3e-4, 1e-3])):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(estimate, "assumed_seconds_per_token", lambda parameters: 60.0)
+            patched.setattr(estimate, "_judging", lambda *_: 0.0)
+            tokens.append(estimate_study(study, tmp_path / "none").rows[1][-2])
+    assert tokens[0] >= counted > 0
+    assert tokens[1] == pytest.approx(4 * tokens[0])  # three rates, and the best one again
 
 
 def test_an_estimate_without_the_model_says_so(tmp_path, model_dir, corpus_dir):

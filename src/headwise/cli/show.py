@@ -133,13 +133,18 @@ _MARGIN = 11  # columns before the first head of a grid
 
 def cost_tables(runs: Table) -> list[RichTable | str]:
     """What a study would run, and its totals; minutes and MB are the last two columns."""
+    from headwise.cost import duration
+
     rows = runs.rows
     shown: list[RichTable | str] = [rich_table(runs)]
     if any(row[-2] is None for row in rows):
         shown.append("time and disk: unknown, the model's configuration is not at hand")
     else:
         minutes, megabytes = (sum(float(str(row[at])) for row in rows) for at in (-2, -1))
-        shown.append(f"about {minutes:.0f} minutes on this machine and {megabytes:.0f} MB")
+        shown.append(
+            f"estimate: at most about {duration(minutes)} of CPU and {megabytes:.0f} MB on disk "
+            "(less: steps, seeds, max_texts, ablate: operated)"
+        )
     return shown
 
 

@@ -236,20 +236,26 @@ def _encoded(loaded: LoadedModel, sets: Sequence[TextSet], max_length: int | Non
 
 
 def _work(reading: _Reading, ablated: Ablated, adaptive: bool, diagnoses: int) -> Work:
-    """Losses of all texts; diagnoses, means, activations, the gradient and ablations of some."""
     tokens = sum(map(len, reading.documents))
     lengths = [len(reading.encoded[text]) for texts in reading.sets for text in texts.texts]
     # windows overlap by half: every token behind the first window is read twice
     every = sum(length + max(0, length - reading.how.max_length) for length in lengths)
     joint = sum(name.startswith(JOINT) for name in ablated)
-    # an ablation re-runs half the layers on average; sets also with means, or heads if not staged
-    ablations = ((len(ablated) - joint) * (1 if adaptive else 2) + 2 * joint) / 2
+    alone = (len(ablated) - joint) * (1 if adaptive else 2)
     return Work(
-        tokens=every + tokens * (diagnoses + 2 + 4 + ablations),
+        tokens=every + tokens * judging_passes(alone, joint, diagnoses),
         batch=reading.batch_size * reading.how.max_length,
         waiting=every + tokens,
         less="--heads, --max-texts, --max-tokens",
     )
+
+
+def judging_passes(alone: int, joint: int, diagnoses: int = 1) -> float:
+    """Forward passes of the judged texts: diagnoses, means, activations, gradient, ablations.
+
+    An ablation re-runs half the layers on average; sets of heads also with means.
+    """
+    return diagnoses + 2 + 4 + (alone + 2 * joint) / 2
 
 
 def _capped(texts: TextSet, encoded: Encoded, most: int) -> TextSet:

@@ -19,6 +19,7 @@ from headwise.keywords import keywords_of
 from headwise.models.architectures import geometry_of
 from headwise.models.patient import PATIENTS, patient_dir
 from headwise.models.slices import spans_of
+from headwise.proof.evaluate import judging_passes
 from headwise.settings import changed
 from headwise.studies.study import Study, StudyArm
 from headwise.surgery.fitting import first_recipe
@@ -30,11 +31,12 @@ from headwise.therapy.repair import repair_work
 ASSUMED_SHARE = 0.4  # of the heads are sick, until the stock model has been diagnosed
 
 
+_LETTERS = 4  # a token, about
 _PATCH_BYTES, _CHECKPOINT_BYTES = 8, 12  # a weight: before and after; master and two moments
 
 
 def estimate_study(study: Study, out: Path) -> Table:
-    """What all runs cost if none stops early; completions and further held-out sets come on top.
+    """What all runs cost in CPU minutes if none stops early; completions come on top.
 
     Minutes and megabytes are None where the model is not at hand.
     """
@@ -42,11 +44,13 @@ def estimate_study(study: Study, out: Path) -> Table:
     seconds = assumed_seconds_per_token(model.num_parameters()) if model else 0.0
     path = out / "stock" / "diagnosis.json"
     stock = Diagnosis.load(path) if path.exists() else None
-    return table(
-        f"study {study.name}",
-        "run; corpus; passes; steps; M tokens; minutes [.1f]; MB [.1f]",
-        [_cost(study, arm, seed, model, stock, seconds) for arm, seed in study.runs()],
-    )
+    rows = [_cost(study, arm, seed, model, stock, seconds) for arm, seed in study.runs()]
+    if model is not None:  # stock is judged first, on the heads of all arms together
+        heads, _ = _operated(study, study.arms[0], model, stock)
+        judged = _judging(study, model, heads, len(study.arms))
+        rows = [["stock", None, None, None, None, judged * seconds / 60, 0.0], *rows]
+    columns = "run; corpus; passes; steps; M tokens; CPU minutes [.1f]; MB [.1f]"
+    return table(f"study {study.name}", columns, rows)
 
 
 def _cost(
@@ -68,14 +72,22 @@ def _cost(
     heads, weights = _operated(study, arm, model, stock)
     kept = recipe.keep + 1 if recipe.steps else 0
     megabytes = arm.passes * weights * (_PATCH_BYTES + _CHECKPOINT_BYTES * kept) / 1e6
+    work = repair_work(recipe, heads, weights, auto=request.auto).tokens
+    if isinstance(study.rate, list) and arm.mode in TRAINED:
+        work *= len(study.rate) + 1  # a whole run at each, then that of the best
+    minutes = arm.passes * (work + _judging(study, model, heads, 1)) * seconds / 60
+    return [*run, minutes, megabytes]
+
+
+def _judging(study: Study, model: PreTrainedModel, operated: int, sets: int) -> float:
+    """Tokens of an evaluation: all held-out texts, and on some heads and sets of them ablated."""
+    texts = {text for one in study.heldout_texts() for text in one.texts}
     shape = geometry_of(model)
     every = shape.num_layers * shape.num_heads
-    ablated = {"all": every, "operated": heads, "none": 0}[study.ablate]
-    # an ablation re-runs half the layers on average, once with zeros and once with means
-    judged = study.max_texts * study.max_length * (2 + ablated)
-    work = repair_work(recipe, heads, weights, auto=request.auto)
-    minutes = arm.passes * (work.tokens + judged) * seconds / 60
-    return [*run, minutes, megabytes]
+    ablated = {"all": every, "operated": operated, "none": 0}[study.ablate]
+    judged = study.max_texts * judging_passes(2 * ablated, sets)  # not staged: with means too
+    lengths = [min(study.max_length, len(text) / _LETTERS) for text in texts]
+    return sum(lengths) + judged * sum(lengths) / len(lengths)
 
 
 def _operated(
