@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from conftest import tiny_language_model
 from headwise.artefacts import save_artefact
-from headwise.errors import HeadwiseError, ModelError
+from headwise.errors import ArtefactError, HeadwiseError, ModelError
 from headwise.handover.adapter import export_peft, split_rank
 from headwise.handover.card import model_card
 from headwise.handover.merging import apply_patches
@@ -198,13 +198,34 @@ def test_a_patch_of_less_precision_leaves_the_base_its_own_and_is_undone(
     assert digests(back) == digests(base)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_patch_forced_onto_another_base_is_undone_to_that_base(
+    dtype, tokenizer, tmp_path, model_dir
+):
+    stock = load_model(str(model_dir), bos=False, dtype=dtype)
+    patch = patch_of(stock.model, torch.zeros_like)
+    other = load_model(str(model_dir), bos=False)
+    with torch.no_grad():
+        for parameter in other.model.parameters():
+            parameter.mul_(1.5)
+    base = tmp_path / "base"
+    other.model.save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    loaded = load_model(str(base), bos=False, dtype=dtype)
+    with pytest.raises(ArtefactError, match="other bits"):
+        apply_patches(loaded, [patch], tmp_path / "refused")
+    merged = apply_patches(loaded, [patch], tmp_path / "merged", force=True)
+    assert digests(merged) != digests(base)
+    again = load_model(str(merged), bos=False, dtype=dtype)
+    bits = weight_bits(again.model)
+    back = apply_patches(again, [patch], tmp_path / "back", undo=True)
+    assert digests(back) == digests(base)
+    assert weight_bits(again.model) == bits
+
+
 def test_what_could_not_be_written_in_the_bases_precision_is_refused(model_dir, tmp_path):
     loaded = load_model(str(model_dir), dtype="bfloat16", bos=False)
     patch = patch_of(loaded.model, torch.zeros_like)
-    foreign = Patch({n: Slice(s.span, s.before + 1, s.after) for n, s in patch.slices.items()})
-    with pytest.raises(ModelError, match=r"files are float32 .* loaded in bfloat16"):
-        apply_patches(loaded, [foreign], tmp_path / "merged", force=True)
-    assert not (tmp_path / "merged").exists()
     merged = apply_patches(loaded, [patch], tmp_path / "merged")
     (merged / REPLACED).unlink()  # what undoing needs
     with pytest.raises(ModelError, match=r"files are float32 .* loaded in bfloat16"):

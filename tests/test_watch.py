@@ -18,6 +18,7 @@ from filmed import film_in
 from headwise.cli import app
 from headwise.errors import ArtefactError, HeadwiseError
 from headwise.models.description import weight_fingerprint
+from headwise.watch.checkpoints import watch_checkpoints
 from headwise.watch.film import FILM, Film, WatchSettings, resumed_film
 from headwise.watch.head_watch import HeadWatch
 from headwise.watch.overhead import Overhead
@@ -355,3 +356,12 @@ def test_the_trainers_tensorboard_gets_scalars_a_picture_and_histograms(tmp_path
     assert [event.step for event in found.Scalars("heads/sink_rate")] == [0, 2, 4]
     assert [event.step for event in found.Images("heads/grid")] == [0, 2, 4]
     assert "heads/first_token_mass" in found.Tags()["histograms"]
+
+
+def test_a_folder_of_two_models_checkpoints_is_refused(tmp_path):
+    for step, family in enumerate(("llama", "bloom"), start=1):
+        folder = tmp_path / "run" / f"checkpoint-{step}"
+        tiny_language_model(family).save_pretrained(folder)
+        tiny_tokenizer().save_pretrained(folder)
+    with pytest.raises(ArtefactError, match=r"different models: llama of .* and bloom of"):
+        watch_checkpoints(tmp_path / "run", ["A lighthouse."], out=tmp_path / "film", bos=False)

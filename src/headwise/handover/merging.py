@@ -23,11 +23,12 @@ from transformers.utils.hub import cached_file
 from headwise.artefacts import TEMPORARY, is_temporary, temporary_beside
 from headwise.errors import ModelError
 from headwise.handover.shrinking import shrink as cut_retired
-from headwise.handover.weight_files import holds, merge_files
+from headwise.handover.weight_files import holds, merge_files, replaced_slices
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.loading import converted_gguf, quietly
 from headwise.models.patch import Patch
 from headwise.models.patient import patient_dir
+from headwise.models.slices import write_slices
 from headwise.models.tensor_files import stored_tensors
 
 
@@ -58,10 +59,12 @@ def apply_patches(
             for patch in ordered:
                 context = patch.undone if undo else patch.applied
                 stack.enter_context(context(loaded.model, force=force))
+            if undo and (base := folder_of(loaded.id)):
+                write_slices(loaded.model, replaced_slices(base, ordered))
             if shrink and not undo:
                 cut_retired(loaded, ordered[-1], staging)
             else:
-                _write(loaded, ordered, staging, undo)
+                _write(loaded, ordered, staging, undo=undo, force=force)
         os.replace(staging, out)  # noqa: PTH105 - only this takes the place of an empty folder
     except (OSError, SafetensorError) as error:  # safetensors tells a full disk in its own words
         raise ModelError(
@@ -74,10 +77,13 @@ def apply_patches(
     return out
 
 
-def _write(loaded: LoadedModel, patches: Sequence[Patch], out: Path, undo: bool) -> None:
+def _write(
+    loaded: LoadedModel, patches: Sequence[Patch], out: Path, *, undo: bool, force: bool
+) -> None:
     """The base's own files with the changed bytes, or what transformers makes of the model."""
     base = folder_of(loaded.id)
-    if base and merge_files(base, patches, out, undo=undo) and holds(out, loaded.model):
+    written = base is not None and merge_files(base, patches, out, undo=undo, force=force)
+    if written and holds(out, loaded.model):
         return
     shutil.rmtree(out, ignore_errors=True)
     types = [] if base is None else [tensor.dtype for tensor in stored_tensors(base).values()]

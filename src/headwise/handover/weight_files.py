@@ -5,7 +5,8 @@ name of the backbone in front (BLOOM's files leave out `transformer.`), and if i
 the patch says; otherwise nothing is written and the caller saves the model another way.
 
 Undoing gives back the same files. Where a patch holds less precision than the file (made in
-bfloat16, merged into float32) it does not have the bits it replaces: these go into `REPLACED`.
+bfloat16, merged into float32) or was forced onto another base, it does not have the bits it
+replaces: these go into `REPLACED`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from headwise.artefacts import (
 )
 from headwise.models.offloading import held_tensor, parameter_shapes
 from headwise.models.patch import Patch, Slice
+from headwise.models.slices import Span
 from headwise.models.tensor_files import (
     METADATA,
     TYPES,
@@ -74,12 +76,13 @@ class MergeRecord:
             save_artefact(folder / RECORD, "merge", body)
 
 
-def merge_files(base: Path, patches: Sequence[Patch], out: Path, *, undo: bool) -> bool:
+def merge_files(
+    base: Path, patches: Sequence[Patch], out: Path, *, undo: bool, force: bool = False
+) -> bool:
     """Copy a model directory with patches merged or undone; False if its files do not fit."""
     shards = weight_files(base)
-    record = MergeRecord.of(base)
-    replaced = read_safetensors(base / REPLACED, _SCHEMA)[0] if (base / REPLACED).exists() else {}
-    changed = _changed_tensors(shards, patches, replaced, undo=undo)
+    record, replaced = MergeRecord.of(base), _replaced(base)
+    changed = _changed_tensors(shards, patches, replaced, undo=undo, force=force)
     if changed is None:
         return False
     narrow: dict[str, Any] = {
@@ -102,6 +105,24 @@ def merge_files(base: Path, patches: Sequence[Patch], out: Path, *, undo: bool) 
     merged = tuple(left) if undo else (*record.patches, *hashes)
     MergeRecord(merged, {**kept, **wide}, texts).save(out)
     return True
+
+
+def _replaced(folder: Path) -> dict[str, Tensor]:
+    path = folder / REPLACED
+    return read_safetensors(path, _SCHEMA)[0] if path.exists() else {}
+
+
+def replaced_slices(folder: Path, patches: Sequence[Patch]) -> dict[Span, Tensor]:
+    """What patches replaced in a merged directory, where that is not what they say."""
+    kept = _replaced(folder)
+    parts = [
+        (_identity(patch, name), part) for patch in patches for name, part in patch.slices.items()
+    ]
+    return {part.span: kept[identity] for identity, part in parts if identity in kept}
+
+
+def _identity(patch: Patch, name: str) -> str:
+    return f"{patch.base_fingerprint()}.{name}"
 
 
 def holds(folder: Path, model: PreTrainedModel) -> bool:
@@ -188,15 +209,14 @@ def _changed_tensors(
     replaced: dict[str, Tensor],
     *,
     undo: bool,
+    force: bool,
 ) -> dict[str, tuple[Tensor, Tensor]] | None:
     """Tensors of the files before and after; None if one is not where or what it should be.
 
-    `replaced` gains what the patches have too little precision to hold, and loses what is undone.
+    `replaced` gains what the patches do not hold, and loses what is undone.
     """
     parts = [
-        (f"{patch.base_fingerprint()}.{name}", part)
-        for patch in patches
-        for name, part in patch.slices.items()
+        (_identity(patch, name), part) for patch in patches for name, part in patch.slices.items()
     ]
     parameters = {part.span.parameter for _, part in parts}
     names = _by_key(parameters)
@@ -214,7 +234,7 @@ def _changed_tensors(
         original, current = tensors[key]
         new = None
         if original.dtype in _NAMES and current.shape[part.span.axis] >= part.span.stop:
-            new = _exchanged(current, part, identity, replaced, undo=undo)
+            new = _exchanged(current, part, identity, replaced, undo=undo, force=force)
         if new is None:
             return None
         tensors[key] = original, new
@@ -222,27 +242,35 @@ def _changed_tensors(
 
 
 def _exchanged(
-    tensor: Tensor, part: Slice, identity: str, replaced: dict[str, Tensor], *, undo: bool
+    tensor: Tensor,
+    part: Slice,
+    identity: str,
+    replaced: dict[str, Tensor],
+    *,
+    undo: bool,
+    force: bool,
 ) -> Tensor | None:
-    """The tensor with one slice exchanged, in the finer of two precisions; None if it misfits."""
+    """The tensor with one slice exchanged, in the finer of two precisions; None if it misfits.
+
+    With `force` other numbers may stand there than the patch was made of.
+    """
     old, new = (part.after, part.before) if undo else (part.before, part.after)
     wide = tensor.to(torch.promote_types(tensor.dtype, new.dtype)).clone()
     place = part.span.within(wide)
     if place.shape != old.shape or wide.dtype not in (tensor.dtype, new.dtype):
         return None
-    if wide.dtype == new.dtype:
+    if undo and identity in replaced:
         if not torch.equal(place, old.to(place)):
-            return None
-        place.copy_(new)
+            return None  # its bits were changed since
+        place.copy_(replaced.pop(identity))
         return wide
-    # the file is finer than the patch, which was made of these numbers rounded
-    if not torch.equal(place.to(old.dtype), old):
+    # a file that is finer than the patch holds the numbers that were rounded to make it
+    finer, fits = wide.dtype != new.dtype, torch.equal(place.to(old.dtype), old)
+    if (undo and (finer or not fits)) or not (fits or force):
         return None
-    if not undo:
+    if finer or not fits:
         replaced[identity] = place.clone()
-    elif identity not in replaced or not torch.equal(place, old.to(place)):
-        return None  # its bits were changed since, or nobody has kept what was there
-    place.copy_(replaced.pop(identity) if undo else new)
+    place.copy_(new)
     return wide
 
 

@@ -19,6 +19,7 @@ from headwise.watch.film import (
     WatchSettings,
     add_reading,
     open_film,
+    require_same_film,
     resumed_film,
 )
 from headwise.watch.probe import encode_probe, read_heads, undisturbed
@@ -87,11 +88,11 @@ def watch_checkpoints(
             bos = loaded.bos  # decided once: a later checkpoint must not be read another way
             with undisturbed(loaded.model):
                 probe, provenance = encode_probe(loaded, chosen, settings)
+            filmed = WatchSettings(loaded.describe(), provenance, settings.thresholds, tuple(rules))
             if film is None:
-                filmed = WatchSettings(
-                    loaded.describe(), provenance, settings.thresholds, tuple(rules)
-                )
                 film = open_film(out, filmed, until=_END)
+            else:
+                require_same_film(out, film.settings, filmed)
             film = add_reading(out, film, step, read_heads(loaded.model, probe))
         return film or Film.load(out)
 

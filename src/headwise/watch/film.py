@@ -271,18 +271,23 @@ def resumed_film(folder: Path, settings: WatchSettings, until: int) -> Film:
     if film.settings.readings < len(film.readings):  # killed between a row and its count
         film = replace(film, settings=replace(film.settings, readings=len(film.readings)))
         film.settings.save(folder)
+    require_same_film(folder, film.settings, settings)
+    return film
+
+
+def require_same_film(folder: Path, begun: WatchSettings, settings: WatchSettings) -> None:
+    """Refuse a reading of another model, precision or texts than the film's."""
     require_same_origin(
-        Origin(str(folder / WATCH), kind=_kind(film.settings.model)),
+        Origin(str(folder / WATCH), kind=_kind(begun.model)),
         Origin(settings.model.id, kind=_kind(settings.model)),
         fix="go on with the model and the precision it began with, or choose another folder",
     )
-    if film.settings.identity != settings.identity:
+    if begun.identity != settings.identity:
         raise ArtefactError(
             "this film was made of another model, or on other texts or lengths",
             where=folder / WATCH,
             fix="go on with the settings it began with, or choose another folder",
         )
-    return film
 
 
 def _kind(model: ModelInfo) -> str:
