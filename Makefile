@@ -8,7 +8,7 @@ WORKERS ?= 2
 export HF_HUB_DISABLE_TELEMETRY = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: install demo test test-slow test-families check format docs bench bench-quick faults fuzz same clean
+.PHONY: install demo demo-picture test test-slow test-families check format docs bench bench-quick faults fuzz same clean
 
 install: $(STAMP)
 
@@ -20,6 +20,10 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: install
 	$(BIN)/headwise demo --out out/demo
+
+# the picture in README; the loss in its caption is that of `auto` in this picture
+demo-picture: demo
+	cp out/demo/figures/overview.png docs/demo.png
 
 test: check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not faults and not families"

@@ -594,8 +594,10 @@ def test_the_verdict_says_what_treated_heads_are_worth_alone_together_and_in_sto
         )
         for c in source.runs
     )
-    found = judge(replace(source, runs=runs)).findings
-    text = next(f.text for f in found if f.title == "By function")
+    verdict = judge(replace(source, runs=runs))
+    text = next(f.text for f in verdict.findings if f.title == "By function")
+    together = "together, the treated heads are worth +0.2290 nats (-0.0004 in stock)"
+    assert together in verdict.basis  # beside "0 of 20 recovered", where it is read first
     assert re.search(r"Alone: .*Together: .*\+0\.2290 .*in stock: -0\.0004", text)
 
 

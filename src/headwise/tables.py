@@ -38,7 +38,7 @@ class Column:
         if not isinstance(entry, (int, float)) or isinstance(entry, bool):
             return str(entry)
         if self.form:
-            return format(entry, self.form)
+            return format(entry, self.form).rstrip(".")  # `#.4g` of 1097 is "1097."
         if isinstance(entry, int):
             return f"{entry:,}"
         return f"{entry:.4g}" if abs(entry) >= 1e-3 or entry == 0 else f"{entry:.1e}"

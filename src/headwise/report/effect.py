@@ -8,7 +8,7 @@ be a model that is as far below stock as stock is below the unigram model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import exp
+from math import exp, log
 
 from headwise.intervals import Interval
 from headwise.proof.values import Recovery
@@ -16,13 +16,17 @@ from headwise.proof.values import Recovery
 
 def perplexity_change(change: Interval, stock: float) -> str:
     """Before and after a change of loss."""
-    return f"{exp(stock):.4g} to {exp(stock + change.value):.4g}"
+    return f"{_perplexity(stock)} to {_perplexity(stock + change.value)}"
+
+
+def _perplexity(loss: float) -> str:
+    return f"{exp(loss):.2f}" if loss < log(100) else f"{exp(loss):.4g}"
 
 
 def effect_text(change: Interval, stock: float, unigram: float | None) -> str:
     """A paired change of held-out loss, beside the losses of stock and of a unigram model."""
     if not change.value:
-        return f"Perplexity stays at {exp(stock):.4g}."
+        return f"Perplexity stays at {_perplexity(stock)}."
     between = perplexity_change(change, stock)
     if change.low <= 0 <= change.high:
         return f"Perplexity goes from {between}, which may be chance."
@@ -49,6 +53,15 @@ def recovered_text(seeds: Sequence[Recovery]) -> str:
     if untested_text(seeds):
         return "none judged" if _some_were_ill(seeds) else "none ill in stock"
     return _counts([r.functional for r in seeds], [r.judged for r in seeds])
+
+
+def together_text(seeds: Sequence[Recovery]) -> str:
+    """What all treated heads are worth at once: single heads carry little of a joint gain."""
+    for one in seeds:
+        if one.joint_now is not None and one.joint_stock is not None:
+            now, stock = one.joint_now.value, one.joint_stock.value
+            return f"together, the treated heads are worth {now:+.4f} nats ({stock:+.4f} in stock)"
+    return ""
 
 
 def not_sick_text(seeds: Sequence[Recovery]) -> str:

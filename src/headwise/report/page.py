@@ -20,7 +20,12 @@ from headwise.intervals import Interval
 from headwise.models.values import ModelInfo
 from headwise.proof.completed_texts import Completions
 from headwise.provenance import Provenance
-from headwise.report.effect import perplexity_change, recovered_text, untested_text
+from headwise.report.effect import (
+    perplexity_change,
+    recovered_text,
+    together_text,
+    untested_text,
+)
 from headwise.report.finding import Verdict
 from headwise.report.payload import as_script, page_payload
 from headwise.report.source import Source
@@ -116,7 +121,8 @@ def _cards(source: Source) -> list[tuple[str, str, str]]:
         told = f"{counts['sick']} of {counts['total']}"
         cards.append((f"sick after {main.arm}", told, "by first-token mass alone"))
     if seeds := source.recoveries(main.arm):
-        note = "not sick, and losing them costs more than in stock"
+        alone = "one by one: not ill, and losing it costs more than in stock"
+        note = together_text(seeds) or alone
         cards.append(("functionally recovered", recovered_text(seeds), note))
     change = source.against_stock(main.arm)
     if change is not None:

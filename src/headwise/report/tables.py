@@ -77,8 +77,8 @@ def heads_by_class(source: Source) -> Table:
     ]
     return table(
         "Heads by class, perplexity and trained weights",
-        "condition; healthy; sink; dead; low entropy; sick [.1%]; validation ppl [.4g]; "
-        "held-out ppl [.4g]; weights in patch [,]; of model [.2%]",
+        "condition; healthy; sink; dead; low entropy; sick [.1%]; validation ppl [#.4g]; "
+        "held-out ppl [#.4g]; weights in patch [,]; of model [.2%]",
         rows,
         key="recovery",
         notes=[
@@ -109,7 +109,7 @@ def held_out_perplexity(source: Source) -> Table:
             )
     return table(
         "Perplexity on disjoint held-out texts",
-        "condition; text set; documents; predicted tokens [,]; perplexity [.4g]; "
+        "condition; text set; documents; predicted tokens [,]; perplexity [#.4g]; "
         "loss - stock (nats) [+.4f]; reading",
         rows,
         key="held_out_perplexity",
@@ -140,7 +140,7 @@ def arms_side_by_side(source: Source) -> Table:
     return table(
         "Arms side by side",
         "arm; mode; corpus; steps; seeds; operated [.4g]; not sick by mass [.4g]; "
-        "functionally recovered [.4g]; validation ppl [.4g]; held-out ppl [.4g]; "
+        "functionally recovered [.4g]; validation ppl [#.4g]; held-out ppl [#.4g]; "
         "loss - stock (nats) [+.4f]; cost of losing all operated heads [+.4f]",
         rows,
         key="arms",
@@ -199,8 +199,8 @@ def perplexities(source: Source) -> Table:
         )
     return table(
         "Perplexity by condition, post-operation included",
-        "condition; stock [.4g]; post-operation [.4g]; best [.4g]; best at step; last [.4g]; "
-        "last step; held-out ppl [.4g]",
+        "condition; stock [#.4g]; post-operation [#.4g]; best [#.4g]; best at step; last [#.4g]; "
+        "last step; held-out ppl [#.4g]",
         rows,
         key="perplexity",
         notes=[

@@ -23,6 +23,7 @@ from headwise.report.effect import (
     not_sick_text,
     perplexity_change,
     recovered_text,
+    together_text,
     untested_text,
 )
 from headwise.report.finding import Finding, Tone, Verdict, film_verdict
@@ -111,7 +112,9 @@ def _basis(source: Source, main: Condition) -> str:
     text = f"After {steps} training steps, {seeds} seed{'s' * (seeds > 1)}"
     ours = source.recoveries(main.arm)
     if ours and not untested_text(ours):
-        text += f"; {recovered_text(ours)} judged heads functionally recovered"
+        text += f"; alone, {recovered_text(ours)} judged heads functionally recovered"
+        together = together_text(ours)
+        text += together and f"; {together}"
     several = len({condition.arm for condition in source.runs}) > 1
     return (
         f"{size}{text}." + several * " Other budgets may order the arms otherwise." + _rates(source)
@@ -175,7 +178,7 @@ def _sickness(source: Source) -> Finding | None:
             f"number {'does not depend' if same else 'depends'} on where the line is drawn."
         )
         text += _planned_on(source, counts["sick"])
-        if source.triage is None:
+        if source.triage is None and all(c.therapy is None for c in source.runs):
             text += " It is a symptom; whether they sleep, idle or work is what triage measures."
     return Finding("Heads that are sick in stock", text)
 
