@@ -10,7 +10,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -81,15 +81,7 @@ class TextMeasures:
     language_drift: bool
 
 
-_AVERAGED = (
-    "words",
-    "distinct_1",
-    "distinct_2",
-    "distinct_3",
-    "repetition",
-    "markup_share",
-    "language_drift",
-)
+_AVERAGED = tuple(f.name for f in fields(TextMeasures) if f.name != "language")
 
 
 @dataclass(frozen=True)

@@ -35,20 +35,12 @@ def evaluation_tables(found: Evaluation) -> list[Table]:
         rows = [(name, costs[name].interval) for name in named]
         tables.append(table("loss without the head (nats per token)", ("head", "change"), rows))
     if found.recovery:
-        keys = ("operated", "was_ill", "was_sick", "not_sick", "judged", "functional", "harmed")
-        columns = (
-            "operated",
-            "ill in stock",
-            "sick",
-            "not sick now",
-            "judged",
-            "recovered",
-            "harmed",
-        )
-        row = [getattr(found.recovery, key) for key in keys]
+        r = found.recovery
+        columns = "operated; ill in stock; sick; not sick now; judged; recovered; harmed"
+        row = (r.operated, r.was_ill, r.was_sick, r.not_sick, r.judged, r.functional, r.harmed)
         tables.append(table("recovery" + _counted(found), columns, [row]))
-        joint = (found.recovery.joint_stock, found.recovery.joint_now, found.recovery.joint_rise)
-        if joint[-1] is not None:
+        joint = (r.joint_stock, r.joint_now, r.joint_rise)
+        if r.joint_rise is not None:
             title = "loss without all treated heads together (nats per token)"
             tables.append(table(title, ("in stock", "now", "difference"), [joint]))
     return tables
@@ -113,18 +105,11 @@ def comparison_tables(found: Comparison) -> list[Table]:
 
 def _drift_table(found: Comparison) -> Table:
     drifts = {zone: getattr(found.drift, zone) for zone in ("operated", "watched", "outside")}
-    rows = [
-        (
-            zone,
-            d.heads,
-            d.movable,
-            d.drifting,
-            d.mean_abs_delta,
-            d.worst and f"{d.worst.head} {d.worst.delta:+.3f}",
-        )
-        for zone, d in drifts.items()
-    ]
-    columns = ("zone", "heads", "movable", "|change| > 0.05", "mean |change|", "worst")
+    rows = []
+    for zone, d in drifts.items():
+        worst = d.worst and f"{d.worst.head} {d.worst.delta:+.3f}"
+        rows.append((zone, d.heads, d.movable, d.drifting, d.mean_abs_delta, worst))
+    columns = "zone; heads; movable; |change| > 0.05; mean |change|; worst"
     return table("drift of first-token mass", columns, rows)
 
 
