@@ -330,6 +330,7 @@ def test_a_card_before_evaluation_carries_the_harm_and_the_slices_that_the_run_k
     card = model_card(run)
     assert "0.8693 nats per token worse than stock" in card
     assert "repaired" not in card
+    assert "**The operation made the model worse on its own validation text" in card
     assert "reinitialised the queries and silenced the outputs" in card
     assert "keys" not in card
 

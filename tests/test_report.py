@@ -25,7 +25,10 @@ from headwise.errors import ArtefactError, HeadwiseError
 from headwise.intervals import Interval
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.values import model_name
+from headwise.proof.compare import compare
 from headwise.proof.values import Evaluation, Recovery
+from headwise.proof.view import comparison_tables
+from headwise.provenance import text_name
 from headwise.report import write as report
 from headwise.report.drift import moved_untouched
 from headwise.report.effect import effect_text, recovered_text, untested_text
@@ -35,6 +38,7 @@ from headwise.report.paper.figures import published_figures
 from headwise.report.payload import page_payload
 from headwise.report.source import MASS, read_source, stock_of
 from headwise.report.verdict import judge, main_run
+from headwise.surgery.plan import join_plans, plans_of
 from headwise.surgery.values import RunSettings
 from headwise.tables import table as table_of
 from headwise.texts.text_sets import TextSet
@@ -199,10 +203,13 @@ def test_the_verdict_names_the_roles_that_treated_heads_play_now(study):
     (roles,) = [
         f for f in judge(replace(source, stock=stock, runs=runs)).findings if f.title == "Roles"
     ]
-    assert f"1 of {int(main.zones.operated.sum())} treated heads play a role now, 0 in stock" in (
-        roles.text
-    )
-    assert f"induction L{row}H{head}" in roles.text
+    treated = f"Of {int(main.zones.operated.sum())} treated heads, with a role now"
+    assert f"{treated}: 1 (induction L{row}H{head}); in stock: none" in roles.text
+    plan = join_plans(plans_of(main.evaluation.patches))
+    compared = compare(stock.diagnosis, now.diagnosis, plan=plan)
+    assert compared.roles == {f"L{row}H{head}": ("", "induction")}
+    (shown,) = [t for t in comparison_tables(compared) if t.title == "roles of treated heads"]
+    assert shown.rows == ((f"L{row}H{head}", "-", "induction"),)
 
 
 def test_the_verdict_says_when_the_plan_rests_on_another_count(study, tmp_path):
@@ -599,6 +606,27 @@ def test_the_verdict_says_what_treated_heads_are_worth_alone_together_and_in_sto
     together = "together, the treated heads are worth +0.2290 nats (-0.0004 in stock)"
     assert together in verdict.basis  # beside "0 of 20 recovered", where it is read first
     assert re.search(r"Alone: .*Together: .*\+0\.2290 .*in stock: -0\.0004", text)
+
+
+def test_what_was_done_to_shared_keys_is_told_of_the_groups_that_the_patch_holds(study):
+    """37 heads on two key groups: it said that the keys and values of all were reinitialised."""
+    source = read_source(study)
+    slices = {"L1H0.q": 4, "L1H0.o": 4, "L1H1.q": 4, "L1H1.o": 4, "L1KV0.k": 2, "L1KV0.v": 2}
+    runs = tuple(replace(c, slices=slices) for c in source.runs)
+    found = judge(replace(source, runs=runs)).findings
+    text = next(f.text for f in found if f.title == "What was done")
+    assert "reinitialised the queries and silenced the outputs of" in text
+    assert "and reinitialised the keys and values of 1 key/value group, whose heads are all" in text
+    assert "holds their queries and outputs, the keys and values of 1 key/value group, and" in text
+
+
+def test_texts_are_called_by_their_files_without_the_folders_they_lie_in():
+    """A pushed card and page named /home/me/texts."""
+    assert text_name("/home/me/wiki.jsonl, ../sotu.txt") == "wiki.jsonl, sotu.txt"
+    assert [text_name(n) for n in ("allenai/c4", "patient-heldout")] == [
+        "allenai/c4",
+        "patient-heldout",
+    ]
 
 
 def test_heads_that_were_never_ablated_are_not_called_healthy_or_recovered():

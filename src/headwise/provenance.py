@@ -8,9 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from headwise.errors import ArtefactError
 from headwise.values import OMITTED, Finite
+
+
+def text_name(name: str) -> str:
+    """A text set as a sentence calls it: files without their folders, hub ids as they are."""
+    parts = name.split(", ")
+    return ", ".join(Path(p).name if p[:1] in "/." or Path(p).suffix else p for p in parts)
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,7 @@ class Provenance:
         if self.texts is None:
             return ""
         length = "" if self.settings is None else f" of at most {self.settings.max_length} tokens"
-        return f"{self.texts.count} texts of {self.texts.name}{length}"
+        return f"{self.texts.count} texts of {text_name(self.texts.name)}{length}"
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from headwise.artefacts import versions
+from headwise.provenance import text_name
 from headwise.report.finding import Verdict
 from headwise.report.source import Source, read_source
 from headwise.report.verdict import judge, main_run
@@ -44,7 +45,7 @@ def _done(source: Source) -> list[str]:
         f"- base: `{run.model}`, weights `{run.fingerprint[:16]}`",
         f"- heads: `{run.plan.targets}` (selection `{run.plan.selection}`)",
         f"- mode: {run.mode}, seed {run.seed}, {main.steps_taken} optimizer steps",
-        f"- corpus: {run.corpus.name}",
+        f"- corpus: {text_name(run.corpus.name)}",
     ]
     if main.weights:
         rows.append(f"- weights changed: {main.weights:,}")

@@ -37,7 +37,14 @@ from headwise.proof.values import (
     PlasticityChange,
     identity_of,
 )
-from headwise.proof.zones import Map, Zones, drift_by_zone, transitions, zones_of
+from headwise.proof.zones import (
+    Map,
+    Zones,
+    drift_by_zone,
+    roles_played,
+    transitions,
+    zones_of,
+)
 from headwise.provenance import STOCK, Origin, require_same_origin
 from headwise.surgery.plan import SurgeryPlan, join_plans, plans_of
 from headwise.surgery.values import RunSettings
@@ -139,6 +146,11 @@ def compare(
         plasticity=plasticity_change(before, after, zones),
         losses=paired_losses(before.evaluation, after.evaluation, seed),
         recovery=None if after.evaluation is None else after.evaluation.recovery,
+        roles=roles_played(
+            before.diagnosis,
+            after.diagnosis,
+            zones.operated if zones.operated.any() else zones.outside,
+        ),
         tasks=_task_changes(before.evaluation, after.evaluation, seed),
         provenance=ComparisonProvenance(
             versions(),

@@ -400,6 +400,8 @@ class Comparison:
     losses: Mapping[str, PairedLoss]
     recovery: Recovery | None
     provenance: ComparisonProvenance = field(repr=False)
+    # head: its role before and after, "" where it has none; of treated heads, of all without a plan
+    roles: Mapping[str, tuple[str, str]] | None = field(default=None, metadata=OMITTED, repr=False)
     # lm-eval scores after - before by task and metric, paired by item
     tasks: Mapping[str, Mapping[str, Interval]] | None = field(default=None, metadata=OMITTED)
     alarms: tuple[Alarm, ...] = ()

@@ -88,6 +88,10 @@ def comparison_tables(found: Comparison) -> list[Table]:
         table("transitions", ("", "heads"), silent),
         _drift_table(found),
     ]
+    if found.roles:
+        whose = "treated heads" if found.plan is not None else "heads"
+        roles = [(h, *(r.replace("_", " ") or "-" for r in two)) for h, two in found.roles.items()]
+        tables.append(table(f"roles of {whose}", ("head", "before", "after"), roles))
     losses = [(name, entry.difference, entry.verdict) for name, entry in found.losses.items()]
     if losses:
         columns = ("texts", "nats per token", "verdict")

@@ -101,6 +101,25 @@ def transitions(before: Diagnosis, after: Diagnosis, operated: Mask) -> Transiti
     )
 
 
+_NO_ROLE = ("none", "first_token")  # resting on the first token is no work
+
+
+def roles_played(
+    before: Diagnosis, after: Diagnosis, heads: Mask
+) -> dict[str, tuple[str, str]] | None:
+    """What each of these heads does before and after, if anything; None where it is unknown."""
+    if not before.roles or not after.roles:
+        return None
+    names = head_names(heads, before.model.layers)
+    sides = (np.array(before.roles)[heads].tolist(), np.array(after.roles)[heads].tolist())
+    pairs = {name: (was, now) for name, was, now in zip(names, *sides, strict=True)}
+    return {
+        name: ("" if was in _NO_ROLE else was, "" if now in _NO_ROLE else now)
+        for name, (was, now) in pairs.items()
+        if not {was, now} <= set(_NO_ROLE)
+    }
+
+
 def head_names(mask: Mask, layers: Sequence[int] | None = None) -> tuple[str, ...]:
     """The names of the heads in a mask, in order."""
     return tuple(str(head) for head in heads_where(mask, layers))

@@ -19,6 +19,12 @@ DRIFT_COLUMNS = (
 )
 
 
+_ON = (
+    "On the texts on which heads are judged; the figure of steps, and the side effects of a run "
+    "that kept them, are read on its validation blocks."
+)
+
+
 def _drift_rows(source: Source, name: str) -> list[list[Entry]]:
     """Drift of a zone in every condition that was compared and has such heads."""
     rows: list[list[Entry]] = []
@@ -53,6 +59,7 @@ def outside_drift(source: Source) -> Table:
         DRIFT_COLUMNS,
         _drift_rows(source, "outside"),
         key="drift_outside",
+        notes=[_ON],
         missing="No comparison with stock here.",
     )
 
@@ -64,6 +71,7 @@ def watched_drift(source: Source) -> Table:
         DRIFT_COLUMNS,
         _drift_rows(source, "watched"),
         key="drift_watched",
+        notes=[_ON],
         missing="No plan of this study watches a head: the whole zone was operated on.",
     )
 

@@ -19,7 +19,7 @@ from headwise.bundled import DATA
 from headwise.intervals import Interval
 from headwise.models.values import ModelInfo
 from headwise.proof.completed_texts import Completions
-from headwise.provenance import Provenance
+from headwise.provenance import Provenance, text_name
 from headwise.report.effect import (
     perplexity_change,
     recovered_text,
@@ -72,6 +72,7 @@ def render_page(
     )
     environment.filters |= {
         "visible": as_symbols,
+        "text_name": text_name,
         "base64": lambda raw: base64.b64encode(raw).decode(),
     }
     asked = source.completions

@@ -15,6 +15,7 @@ import numpy as np
 from headwise.diagnosis.survey import rank_correlation
 from headwise.diagnosis.values import BAND_SHARE
 from headwise.heads import JOINT, format_indices
+from headwise.provenance import text_name
 from headwise.report import drift
 from headwise.report.source import MASS, Condition, Source
 from headwise.tables import Entry, Table, table
@@ -99,7 +100,7 @@ def held_out_perplexity(source: Source) -> Table:
             rows.append(
                 [
                     condition.label,
-                    name,
+                    text_name(name),
                     entry.documents,
                     entry.predicted_tokens,
                     entry.perplexity,
@@ -127,7 +128,7 @@ def arms_side_by_side(source: Source) -> Table:
             [
                 arm,
                 first.mode,
-                None if first.run is None else first.run.corpus.name,
+                None if first.run is None else text_name(first.run.corpus.name),
                 None if first.run is None else first.steps_taken,
                 len(runs),
                 *_recovered(runs),

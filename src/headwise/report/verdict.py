@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from headwise.alarms import Alarm
 from headwise.diagnosis.values import Diagnosis
 from headwise.heads import heads_where
 from headwise.intervals import Interval
+from headwise.proof.zones import roles_played
+from headwise.provenance import text_name
 from headwise.report.drift import moved_untouched
 from headwise.report.effect import (
     effect_text,
@@ -236,7 +236,7 @@ def _operation(source: Source, main: Condition) -> Finding | None:
         return None
     first = passes[0]
     seeds, steps = len(source.of_arm(main.arm)), first.steps_taken
-    changed = _changed_slices(first)
+    changed, shared = _own_slices(first), _shared_slices(first)
     verb = {
         "surgery": f"reinitialised the {_listed(changed[:-1] or changed)} and silenced the "
         f"{changed[-1]} of"
@@ -257,14 +257,18 @@ def _operation(source: Source, main: Condition) -> Finding | None:
     total = None if source.model is None else source.model.num_parameters
     share = weights / total if total else summary.trainable_share
     text = f"{main.arm.capitalize()} {verb} {summary.heads} heads in {summary.layers} layers"
+    if shared and main.mode == "surgery":
+        done = "changed" if main.run.plan.treatments else "reinitialised"
+        text += f", and {done} the {shared}, whose heads are all treated"
     if steps:
         text += (
             f", then trained only their {weights:,} weights"
             + (f" ({share:.2%} of the model)" if share else "")
-            + f" for {steps} steps on {main.run.corpus.name!r}"
+            + f" for {steps} steps on {text_name(main.run.corpus.name)!r}"
         )
     if first.slices:
-        text += f". The patch holds their {_listed(changed)}, and nothing else"
+        held = f"their {_listed(changed)}{shared and f', the {shared}'}"
+        text += f". The patch holds {held}, and nothing else"
     if len(passes) > 1:
         again = len(main.run.plan.target_heads)
         text += f"; a second pass treated {_count(again, 'head')} that were still or newly sick"
@@ -274,25 +278,45 @@ def _operation(source: Source, main: Condition) -> Finding | None:
 _ROLES = {"q": "queries", "k": "keys", "v": "values", "o": "outputs"}
 
 
-def _changed_slices(condition: Condition) -> list[str]:
-    """Queries, keys, values, outputs: those that the patch holds; all where it is not at hand."""
-    held = {name.rpartition(".")[2].removesuffix("_bias") for name in condition.slices}
+def _own_slices(condition: Condition) -> list[str]:
+    """What the patch holds of single heads (L5H14.q); all where it is not at hand."""
+    held = {_role(name) for name in condition.slices if "KV" not in name}
     return [word for role, word in _ROLES.items() if role in held or not condition.slices]
+
+
+def _shared_slices(condition: Condition) -> str:
+    """What it holds of groups that share keys and values (L5KV1.k), of how many groups."""
+    shared = [name for name in condition.slices if "KV" in name]
+    roles, groups = set(map(_role, shared)), {name.partition(".")[0] for name in shared}
+    words = [word for role, word in _ROLES.items() if role in roles]
+    return f"{_listed(words)} of {_count(len(groups), 'key/value group')}" if words else ""
+
+
+def _role(name: str) -> str:
+    return name.rpartition(".")[2].removesuffix("_bias")
 
 
 def _own_validation(source: Source, main: Condition) -> Finding | None:
     """What the run itself knows of the loss, where no evaluation says more."""
-    stock = None if main.run is None else main.run.stock_loss
-    if source.against_stock(main.arm) is not None or stock is None or not main.validations:
+    change = _own_change(source, main)
+    if change is None or main.run is None or main.run.stock_loss is None:
         return None
-    now = min(main.validations.values())
-    change = now - stock
+    stock = main.run.stock_loss
     words = "worse than" if change > 0 else "better than" if change < 0 else "as good as"
     text = (
         f"On the run's own validation text the patch is {abs(change):.4f} nats per token {words} "
-        f"stock ({stock:.4f} before, {now:.4f} after). It was not evaluated on held-out text."
+        f"stock ({stock:.4f} before, {stock + change:.4f} after). It was not evaluated on held-out "
+        "text."
     )
     return Finding("What the run itself knows", text, "bad" if change > 0 else "plain")
+
+
+def _own_change(source: Source, main: Condition) -> float | None:
+    """The change of loss on the run's own validation text; None where an evaluation says more."""
+    stock = None if main.run is None else main.run.stock_loss
+    if source.against_stock(main.arm) is not None or stock is None or not main.validations:
+        return None
+    return min(main.validations.values()) - stock
 
 
 def _for_whom(main: Condition) -> Finding | None:
@@ -369,34 +393,33 @@ def _together(main: Condition) -> str:
     text = f" Together: losing all treated heads costs {interval(recovery.joint_now)} nats now"
     if recovery.joint_stock is not None and recovery.joint_rise is not None:
         text += f"; in stock: {interval(recovery.joint_stock)}"
-        text += f"; the rise is {interval(recovery.joint_rise)}"
+        text += f"; the difference is {interval(recovery.joint_rise)}"
     return text + "."
-
-
-_NO_ROLE = ("none", "first_token")  # resting on the first token is no work
 
 
 def _roles(source: Source, main: Condition) -> Finding | None:
     """Which role each treated head plays now, and which it played in stock."""
     zones = main.zones
-    sides = [None if c is None else c.diagnosis for c in (source.stock, main)]
-    stock, now = sides
+    stock, now = (None if c is None else c.diagnosis for c in (source.stock, main))
     if zones is None or not zones.operated.any() or stock is None or now is None:
         return None
-    if not stock.roles or not now.roles:
+    played = roles_played(stock, now, zones.operated)
+    if played is None:
         return None
-    places = np.argwhere(zones.operated).tolist()
-    names = [str(head) for head in heads_where(zones.operated, now.model.layers)]
-    played: dict[str, list[str]] = {}
-    for name, (row, index) in zip(names, places, strict=True):
-        if (role := now.roles[row][index]) not in _NO_ROLE:
-            played.setdefault(role, []).append(name)
-    before = sum(stock.roles[row][index] not in _NO_ROLE for row, index in places)
-    count = sum(map(len, played.values()))
-    text = f"{count} of {_count(len(places), 'treated head')} play a role now, {before} in stock"
-    told = [f"{role.replace('_', ' ')} {', '.join(heads)}" for role, heads in played.items()]
-    text += (f": {'; '.join(told)}" if told else "") + _counted_on(now) + "."
+    was, is_now = (_by_role({h: two[at] for h, two in played.items()}) for at in (0, 1))
+    total = _count(int(zones.operated.sum()), "treated head")
+    text = f"Of {total}, with a role now: {is_now}; in stock: {was}{_counted_on(now)}."
     return Finding("Roles", text + " A role is attention, not proof of use.")
+
+
+def _by_role(played: dict[str, str]) -> str:
+    """`3: induction L4H7, L5H6; local L1H2`."""
+    heads: dict[str, list[str]] = {}
+    for head, role in played.items():
+        heads.setdefault(role, []).append(head)
+    known = {role.replace("_", " "): some for role, some in heads.items() if role}
+    parts = "; ".join(f"{role} {', '.join(some)}" for role, some in known.items())
+    return f"{sum(map(len, known.values()))} ({parts})" if known else "none"
 
 
 def _useful_in_stock(source: Source, main: Condition) -> int | None:
@@ -425,7 +448,11 @@ def _loss(source: Source, main: Condition) -> Finding | None:
 def _elsewhere(source: Source, main: Condition) -> list[tuple[str, Interval]]:
     """The change of loss on the text sets that the verdict does not rest on."""
     changes = {name: source.against_stock(main.arm, name) for name in main.text_sets}
-    return [(name, found) for name, found in changes.items() if found and name != source.judged_set]
+    return [
+        (text_name(name), found)
+        for name, found in changes.items()
+        if found and name != source.judged_set
+    ]
 
 
 def _reading(change: Interval) -> str:
@@ -503,9 +530,13 @@ def _headline(source: Source, main: Condition) -> tuple[str, Tone]:
     change = source.against_stock(main.arm)
     if main.run is not None and main.run.outcome == "empty":
         return "Leaving the model alone is best: no repair was shown to be better.", "plain"
-    if change is None:
-        return _sick_headline(source), "plain"
     name = "The operation" if main.mode == "surgery" else main.arm.capitalize()
+    if change is None:
+        own = _own_change(source, main)
+        if own is None or own <= 0:
+            return _sick_headline(source), "plain"
+        place = "on its own validation text; it was not evaluated on held-out text"
+        return f"{name} made the model worse {place}.", "bad"
     if change.low > 0:
         return f"{name} made the model worse on held-out text.", "bad"
     if change.high >= 0:
