@@ -39,6 +39,11 @@ def test_a_budget_that_is_none_is_refused(budget):
         CheckupSettings(budget=budget)
 
 
+def test_a_limit_below_nothing_is_refused():
+    with pytest.raises(SettingsError, match=r"at most -1 nats"):
+        CheckupSettings(max_loss=-1)
+
+
 def test_the_command_writes_the_bytes_of_the_library(model_dir, tmp_path):
     texts = tmp_path / "texts.txt"
     texts.write_text("\n".join(t.replace("\n", " ") for t in TEXTS))
@@ -142,7 +147,9 @@ def test_a_longer_budget_looks_deeper(tmp_path, monkeypatch):
 def test_one_text_gets_an_answer(tmp_path):
     answer = checkup(small_model(), TEXTS[:1], out=tmp_path)
     assert "1 text of given" in answer.lines()[0]
-    assert any("too few documents (--texts with 30 or more)" in one for one in answer.not_looked_at)
+    assert any(
+        "too few documents (give 21 or more with --texts)" in one for one in answer.not_looked_at
+    )
 
 
 def test_the_answer_fits_a_terminal_whatever_it_says(tmp_path):

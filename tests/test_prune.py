@@ -21,7 +21,14 @@ from headwise.models.loaded_model import LoadedModel
 from headwise.models.patch import Patch
 from headwise.pruning import search as searching
 from headwise.pruning.prune import prune
-from headwise.pruning.search import MEASURED, NestedSearch, candidates, deal_documents, sizes_up_to
+from headwise.pruning.search import (
+    LEAST,
+    MEASURED,
+    NestedSearch,
+    candidates,
+    deal_documents,
+    sizes_up_to,
+)
 from headwise.pruning.settings import PruneSettings, SearchSettings
 from headwise.pruning.stream import stream
 from headwise.pruning.values import OURS, RANDOM, NestedSets
@@ -242,12 +249,23 @@ def test_an_answer_for_what_cannot_be_asked(tmp_path):
         stream(one, TEXTS, out=tmp_path)
     with pytest.raises(SettingsError, match=r"at most -0\.01 nats"):
         asked(max_loss=-0.01)
-    with pytest.raises(TextError, match=r"12 documents .* are too few"):
+    with pytest.raises(TextError, match=r"12 documents of 16 tokens or more: too few"):
         prune(loaded_tiny(), out=tmp_path)
+    with pytest.raises(TextError, match="1 document of 16 tokens or more: too few") as raised:
+        prune(loaded_tiny(), TEXTS.texts[:1], out=tmp_path)
+    assert f"give {LEAST} or more" in str(raised.value)
     for words in (["--max-loss", "nan"], ["--max-texts", "0"], ["--most", "0"]):
         done = CliRunner().invoke(app, ["prune", "patient", *words])
         assert done.exit_code in (1, 2)
         assert isinstance(done.exception, (SystemExit, HeadwiseError))
+
+
+def test_the_least_number_of_documents_is_enough_and_one_less_is_not():
+    how, texts = SearchSettings(), TextSet("some", TEXTS.texts[:LEAST])
+    deal_documents(loaded_tiny(), texts, None, how, length=32)
+    less = TextSet("less", TEXTS.texts[: LEAST - 1])
+    with pytest.raises(TextError, match="too few"):
+        deal_documents(loaded_tiny(), less, None, how, length=32)
 
 
 def test_a_limit_below_the_noise_is_called_so(tmp_path):

@@ -35,6 +35,7 @@ from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.values import ModelInfo
 from headwise.progress import Progress, Work, silent, stage
 from headwise.pruning.prune import prune
+from headwise.pruning.search import LEAST
 from headwise.pruning.settings import PruneSettings, SearchSettings, StreamSettings
 from headwise.pruning.stream import stream
 from headwise.pruning.values import NestedSets
@@ -161,7 +162,9 @@ class _Work:
             except _OutOfTime:
                 answer = _skipped(answer, f"{name}: takes a longer --budget")
             except TextError:
-                answer = _skipped(answer, f"{name}: too few documents (--texts with 30 or more)")
+                answer = _skipped(
+                    answer, f"{name}: too few documents (give {LEAST} or more with --texts)"
+                )
             except HeadwiseError as error:  # a family or texts that this stage cannot use
                 answer = _skipped(answer, f"{name}: {str(error).splitlines()[0]}")
             answer.save(self.out / CHECKUP)

@@ -10,6 +10,7 @@ from typing_extensions import Doc
 
 from headwise.errors import SettingsError
 from headwise.keywords import MaxLength, Seed
+from headwise.pruning.settings import SearchSettings
 
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 
@@ -24,6 +25,7 @@ class CheckupSettings:
     seed: Seed = 0
 
     def __post_init__(self) -> None:
+        SearchSettings(max_loss=self.max_loss)  # refuses what is no limit
         if not self.seconds > 0:
             raise SettingsError(
                 f"a budget of {self.budget} leaves no time to look",

@@ -78,8 +78,10 @@ class Checkup:
         rows = [
             f"{self.model.short_name}: {_count(counts['total'], 'head')} in "
             f"{_count(self.model.num_layers, 'layer')}, counted on {self.texts}",
-            f"sick: {_count(counts['sick'], 'head')} with most attention on the first token "
-            f"({counts['dead']} dead, {counts['sink']} sinks)",
+            f"sick: {_count(counts['sick'], 'head') if counts['sick'] else 'no head'} with most "
+            "attention on the first token"
+            + f" ({counts['dead']} dead, {counts['sink']} sinks)"
+            * bool(counts["sick"]),
         ]
         judged = sum(self.why.values())
         if judged:
@@ -96,7 +98,12 @@ class Checkup:
             rows.append(f"  {one.name}: {one.finding}")
             rows.append(f"    {one.command}")
         if self.not_looked_at:
-            rows.append(f"not looked at: {'; '.join(self.not_looked_at)}")
+            missed: dict[str, list[str]] = {}
+            for told in self.not_looked_at:
+                what, _, why = told.partition(": ")
+                missed.setdefault(why and f": {why}", []).append(what)
+            parts = [" and ".join(some) + why for why, some in missed.items()]
+            rows.append(f"not looked at: {'; '.join(parts)}")
         rows += [str(alarm) for alarm in self.alarms]
         rows += [f"page: {page}"] if page else []
         return _fitted(rows)

@@ -36,6 +36,7 @@ Unit = tuple[Head, ...]
 Costs = dict[int, dict[Part, Interval]]  # by number of units and text
 Deltas = Float[np.ndarray, "set document"]  # change of a document's summed loss
 
+LEAST = 21  # documents: a quarter to choose on, and FEWEST for each verdict of the rest
 SHORTEST = 16  # tokens of a document: a heading is none
 DRAWS = 3  # random orders that are averaged
 MEASURED = "measured.json"
@@ -75,11 +76,11 @@ def deal_documents(
     }
     if len(parts["validation"]) < FEWEST:
         raise TextError(
-            f"{len(own)} documents of {minimum} tokens or more are too few: {FEWEST} must validate "
-            f"a set and {FEWEST} check it, on none of which it was chosen",
+            f"{len(own)} document{'s' * (len(own) != 1)} of {minimum} tokens or more: too few. "
+            f"{FEWEST} must validate a set and {FEWEST} check it, on none of which it was chosen",
             where=texts.name,
-            fix="give more or longer documents with --texts (with --lines if a file has one a "
-            "line), or a larger --max-texts",
+            fix=f"give {LEAST} or more with --texts (a .txt file is one document; with --lines "
+            "every line is one), longer ones, or a larger --max-texts",
         )
     others = bundled_texts() if also is None else also
     foreign = [text for text in others.texts if document_hash(text) not in unique]
