@@ -22,6 +22,7 @@ from headwise.intervals import Interval
 from headwise.models.first_token import FirstToken
 from headwise.models.loaded_model import LoadedModel
 from headwise.pruning.prune import prune
+from headwise.triaging.values import TRIAGE_CLASSES
 
 # eight: heads that can go are not looked for on so few
 TEXTS = [f"{a} {b} {a}" for a in SENTENCES for b in SENTENCES][:8]
@@ -165,6 +166,12 @@ def test_the_answer_fits_a_terminal_whatever_it_says(tmp_path):
         assert len(lines) <= MOST_LINES
         assert max(map(len, lines)) <= WIDTH
         assert lines[-1] == "page: out/checkup/report.html"
+
+
+def test_every_class_is_said_in_words(tmp_path):
+    answer = checkup(small_model(), TEXTS, out=tmp_path)
+    told = " ".join(replace(answer, why=dict.fromkeys(TRIAGE_CLASSES, 2)).lines())
+    assert all(f"2 {name} (" in told for name in TRIAGE_CLASSES)
 
 
 def test_a_model_without_sick_heads_is_called_healthy(tmp_path):

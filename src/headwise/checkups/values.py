@@ -21,13 +21,14 @@ from headwise.values import from_plain, plain_fields
 
 CHECKUP = "checkup.json"
 # triage classes in few words
-_MEANS = {
+_MEANS: dict[str, str] = {
     "asleep": "of use when woken",
     "harmful": "better without",
     "parked": "switched off on purpose",
     "working": "needed",
     "empty": "nothing to lose or wake",
     "constant": "a bias in disguise",
+    "undecided": "too close to tell",
 }
 WIDTH, MOST_LINES = 80, 15  # of a terminal, and of the answer
 
@@ -86,9 +87,7 @@ class Checkup:
         judged = sum(self.why.values())
         if judged:
             classes = [
-                f"{count} {name}" + f" ({_MEANS[name]})" * (name in _MEANS)
-                for name, count in self.why.items()
-                if count
+                f"{count} {name} ({_MEANS[name]})" for name, count in self.why.items() if count
             ]
             rows.append(f"why ({judged} judged): {', '.join(classes)}")
         played = [f"{self.roles[r.name]} {r.label}" for r in ROLES if self.roles.get(r.name)]
