@@ -212,16 +212,10 @@ class _Work:
         fitting = int(self.tokens(1 / 3) / self.settings.max_length)
         for most in (min(max(fitting, 8), _MOST_TEXTS), _FEW_TEXTS):
             some = given if most >= len(given.texts) else TextSet(given.name, given.texts[:most])
-            with (
-                suppress(_OutOfTime),
-                _stopped_at(self.loaded.model, self._share(1 if most == _FEW_TEXTS else 0.6)),
-            ):
-                return diagnose(
-                    self.loaded,
-                    some,
-                    max_length=self.settings.max_length,
-                    progress=self.progress,
-                )
+            end = self._share(1 if most == _FEW_TEXTS else 0.6)
+            with suppress(_OutOfTime), _stopped_at(self.loaded.model, end):
+                length = self.settings.max_length
+                return diagnose(self.loaded, some, max_length=length, progress=self.progress)
         raise _OutOfTime
 
     def _triage(self, answer: Checkup, diagnosis: Diagnosis, earlier: Checkup | None) -> Checkup:
@@ -242,14 +236,8 @@ class _Work:
         if most < min(_FEWEST, len(sick)):
             raise _OutOfTime
         chosen = self._promising(diagnosis, sick, encoded, most) if most < len(sick) else sick
-        triaged = triage(
-            self.loaded,
-            diagnosis,
-            some,
-            heads=format_heads(chosen),
-            settings=how,
-            progress=self.progress,
-        )
+        heads, progress = format_heads(chosen), self.progress
+        triaged = triage(self.loaded, diagnosis, some, heads=heads, settings=how, progress=progress)
         triaged.save(known)
         return self._judged(answer, triaged, len(sick))
 
@@ -257,9 +245,8 @@ class _Work:
         self, diagnosis: Diagnosis, sick: list[Head], encoded: list[list[int]], most: int
     ) -> list[Head]:
         model, plan, some = self.loaded.model, query_plan(diagnosis, sick), encoded[:8]
-        blocks = list(batches(some, 4))
         layers = sorted({head.layer for head in sick})
-        directions = measure_directions(model, blocks, layers)
+        directions = measure_directions(model, list(batches(some, 4)), layers)
         return most_promising(model, plan, some, directions, most, progress=self.progress)
 
     def _judged(self, answer: Checkup, triaged: Triage, sick: int) -> Checkup:
@@ -316,14 +303,12 @@ class _Work:
         found = self._searched(prune, how, earlier)
         answer = replace(answer, stages=(*answer.stages, "prune"))
         name = answer.model.id
-        if found.gain_heads:
-            gain = found.cost(found.lowest, "held_out")
-            if gain is not None and gain.high < 0:
-                where = {"here": "on text like this", "costs elsewhere": "here, not elsewhere"}
-                told = f"without {', '.join(found.gain_heads)} the loss changes by {_told(gain)}"
-                told += f" {where.get(found.gain, 'here and on other text')}"
-                command = f"headwise apply {name} {self.out}/prune/gain.safetensors --out better"
-                answer = _worth(answer, Opportunity("retire", told, command, gain))
+        if found.gain_heads and (gain := found.cost(found.lowest, "held_out")):
+            where = {"here": "on text like this", "costs elsewhere": "here, not elsewhere"}
+            told = f"without {', '.join(found.gain_heads)} the loss changes by {_told(gain)}"
+            told += f" {where.get(found.gain, 'here and on other text')}"
+            command = f"headwise apply {name} {self.out}/prune/gain.safetensors --out better"
+            answer = _worth(answer, Opportunity("retire", told, command, gain))
         if found.heads:
             cost = found.cost(found.chosen, "held_out")
             told = f"{len(found.heads)} of {found.units} heads can go below "
