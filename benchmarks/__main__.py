@@ -18,6 +18,7 @@ from headwise.values import to_plain
 
 # name -> (what is measured, beside what); the module of that name has `run(options) -> rows`
 BENCHMARKS = {
+    "verbs": ("what each verb costs", "a plain forward pass of its text"),
     "diagnose": ("all heads of a model", "a plain forward pass, eager"),
     "repair": ("training of slices", "the paper's way, and the limit"),
     "ablation": ("exact cost of every head", "a forward pass a head"),
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("name", nargs="?", choices=[*BENCHMARKS, "all"])
     parser.add_argument("--quick", action="store_true", help="small sizes: all but gpu, in minutes")
-    parser.add_argument("--model", help="model of diagnose, triage and decisions")
+    parser.add_argument("--model", help="model of verbs, diagnose, triage and decisions")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each case")
     parser.add_argument("--out", type=Path, default=Path("out/bench"))
     chosen = parser.parse_args(arguments)
