@@ -66,7 +66,9 @@ Each of the {count} families below is proved on tiny random models in its odd sh
 head, or exactly its key/value group, and no other; every measure equals dense attention (first-token mass within 1e-5,
 entropy within 1e-4 nats); the logits of the tapped model and of the loss path are the model's own within 1e-5 of their size,
 past every window and chunk, with padding on both sides, for `sdpa` and `eager`. `headwise check MODEL` does the same with
-the model at hand, and every verb compares one text before it starts.
+the model at hand, on heads at both ends and in the middle of such layers and of one layer of every kind (`--all`: of all), and compares
+the logits of some fifty positions, the last ones and others before them, where the vocabulary is large (`sampled` in `check.json` says
+which); every verb compares one text before it starts.
 
 A family that is not listed is not refused by its name: its heads are looked for by the names and sizes of its modules, and used
 if the whole check passes on the model itself (`headwise check MODEL --write-row` prints the row).

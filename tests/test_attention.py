@@ -132,14 +132,20 @@ def test_moments_and_masses_equal_the_dense_ones(case, kv_heads, monkeypatch):
         entropy = entropy + torch.special.entr((scores.sinks.double()[None, :, None] - lse).exp())
     mean_key = (p * torch.arange(LENGTH)).sum(-1) / p.sum(-1)
     _, got_lse = attend(scores, v)
-    computed = [moments(scores, got_lse), attention._tiled_moments(scores)]
+    sets = (randn(2, LENGTH, 5, seed=7) > 1).float()
+    sets[:, 48:, 1] = sets[:, 48:, 3] = 0  # two of them lie within the first keys
+    computed = [moments(scores, got_lse, sets), attention._tiled_moments(scores, sets)]
     if scores.is_plain:
-        computed.append(attention._fused_moments(scores, got_lse))
-        monkeypatch.setattr(attention, "KEYS", 48)  # many blocks, none of them even
-        monkeypatch.setattr(attention, "BLOCK", 2 * HEADS * 48 * 33)
-        computed.append(attention._blocked_moments(scores, got_lse))
-        assert torch.isfinite(computed[-1].entropy).all()  # also where a query sees no key
+        computed.append(attention._fused_moments(scores, got_lse, sets))
+        monkeypatch.setattr(attention, "EARLY", 48)
+        monkeypatch.setattr(attention, "ROWS", 33)  # many rows, the last of them fewer
+        out, own_lse, moment = attention.attend_with_moments(scores, v, sets)
+        assert error(out, dense(scores, v)[1], at) < (1e-5 if scores.bias is None else 5e-5)
+        assert error(own_lse, lse, at) < (1e-5 if scores.bias is None else 1e-4)
+        assert torch.isfinite(moment.entropy).all()  # also where a query sees no key
+        computed.append(moment)
     for moment in computed:
+        assert error(moment.shares, p @ sets[:, None].double(), at) < 1e-5
         assert error(moment.entropy, entropy, at) < 2e-4  # one query; a head's mean is 10x better
         assert (moment.entropy - entropy).where(at, 0.0).mean(-1).abs().max() < 1e-5
         assert error(moment.mean_key, mean_key, at) < 1e-2

@@ -251,7 +251,7 @@ def test_a_model_without_sick_heads_has_an_empty_band():
     diagnosis = synthetic(np.full((2, 3), 0.1))
     assert diagnosis.band == ()
     assert diagnosis.band_heads == []
-    assert diagnosis.threshold_sweep.valley.depth == 0
+    assert diagnosis.threshold_sweep.depth == 0
 
 
 def test_densities_and_rank_correlations_are_those_of_scipy():
@@ -270,10 +270,10 @@ def test_the_sweep_counts_and_sees_a_valley_only_where_there_is_one():
     sweep = threshold_sweep(two)
     assert sweep.counts == {"0.40": 200, "0.50": 200, "0.60": 200}
     assert sweep.share_between == 0
-    assert sweep.valley.depth > 0.9
-    assert 0.3 < sweep.valley.position < 0.7
+    assert sweep.depth > 0.9
+    assert 0.3 < sweep.position < 0.7
     one = rng.normal(0.5, 0.1, 400).clip(0, 1).reshape(20, 20)
-    assert threshold_sweep(one).valley.depth < 0.3
+    assert threshold_sweep(one).depth < 0.3
     edges = threshold_sweep(np.array([[0.4, 0.41, 0.6, 0.61]]))
     assert edges.counts == {"0.40": 3, "0.50": 2, "0.60": 1}
     assert edges.share_between == 0.5

@@ -50,8 +50,27 @@ def test_the_check_sees_a_chunk_that_is_taken_for_a_window(monkeypatch):
     found = check(model)
     assert not found.passed
     assert "the tap changes the logits" in found.reason()
+    monkeypatch.setattr(faithfulness, "_LOGITS", 0)  # as of a large vocabulary: few positions
+    monkeypatch.setattr(faithfulness, "_FEWEST", 8)
+    assert compare_runs(model).positions == 8
+    assert "the tap changes the logits" in check(model).reason()
     monkeypatch.setattr(faithfulness, "proof_length", lambda model: 12)
     assert compare_runs(model).logits < 1e-5
+
+
+def test_a_check_samples_layers_and_heads_and_says_which():
+    model = tiny_language_model("llama", num_hidden_layers=5)
+    found = check(model)
+    assert found.passed
+    sampled = {"layers": [0, 2, 4], "heads": [0, 2, 3], "logit_positions": 128}
+    assert found.to_json()["sampled"] == sampled
+    assert len(check(model, everything=True).probes) == 5 * 4 * 3
+
+
+def test_a_sample_has_a_layer_of_every_kind():
+    kinds = ["sliding_attention"] * 4 + ["full_attention"] + ["sliding_attention"] * 2
+    model = tiny_language_model("gemma3", num_hidden_layers=7, layer_types=kinds)
+    assert check(model).to_json()["sampled"]["layers"] == [0, 3, 4, 6]  # 4 is the only full one
 
 
 def test_the_proof_goes_past_every_boundary_that_the_config_names():

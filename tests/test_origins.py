@@ -192,8 +192,8 @@ def test_push_takes_only_the_run_whose_patch_the_folder_holds(tokenizer, study, 
 )
 def test_a_film_does_not_go_on_with_another_model_or_precision(tmp_path, change):
     film = film_in(tmp_path)
-    assert resumed_film(tmp_path, film.settings, until=10**6).steps == film.steps
-    other = replace(film.settings, model=replace(film.settings.model, **change))
+    assert resumed_film(tmp_path, film, until=10**6).steps == film.steps
+    other = replace(film, model=replace(film.model, **change))
     with pytest.raises(ArtefactError, match=APART):
         resumed_film(tmp_path, other, until=10**6)
 

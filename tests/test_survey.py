@@ -70,7 +70,7 @@ def test_the_threshold_matters_and_the_valley_is_not_sparse(survey):
     assert sweep.counts == {"0.40": 182, "0.50": 139, "0.60": 93}
     assert (survey.diagnoses[1].maps["first_token_mass"] >= 0.4).sum() == 185
     assert sweep.share_between == pytest.approx(89 / 384)
-    depths = [d.threshold_sweep.valley.depth for d in survey.diagnoses]
+    depths = [d.threshold_sweep.depth for d in survey.diagnoses]
     assert depths == pytest.approx([0.45, 0.22, 0.30, 0.06], abs=0.01)
     for diagnosis in survey.diagnoses:
         assert threshold_sweep(diagnosis.maps["first_token_mass"]) == diagnosis.threshold_sweep

@@ -372,6 +372,14 @@ def test_a_head_that_cannot_be_parked_is_zeroed_and_the_patch_says_so(why):
         torch.testing.assert_close(losses_of(model, texts), expected.losses[0])
 
 
+def test_a_head_of_a_sliding_window_is_not_parked_on_a_token_that_leaves_it():
+    """The blocks are shorter than the window, so that nothing measured on them tells."""
+    model = with_constant_inputs(tiny_model("mistral"))
+    plan = plan_for(model, "L0H1-2", bos=True)
+    patch = retire(model, plan, list(batches(behind_bos(8), 4)))
+    assert patch.info.retired == {"zeroed": plan.targets}
+
+
 def test_a_muted_head_gives_what_the_dose_leaves(patient):
     model = patient[0]
     seen = {}

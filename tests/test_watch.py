@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from headwise.cli import app
 from headwise.errors import ArtefactError, HeadwiseError
 from headwise.models.description import weight_fingerprint
 from headwise.watch.checkpoints import watch_checkpoints
-from headwise.watch.film import FILM, Film, WatchSettings, resumed_film
+from headwise.watch.film import FILM, Film, film_settings, resumed_film
 from headwise.watch.head_watch import HeadWatch
 from headwise.watch.overhead import Overhead
 from headwise.watch.probe import undisturbed
@@ -112,8 +111,8 @@ def test_the_same_run_gives_the_same_film(tmp_path):
 
 def test_a_film_that_was_killed_between_a_row_and_its_count_counts_it_when_it_goes_on(tmp_path):
     film = film_in(tmp_path)
-    replace(film.settings, readings=9).save(tmp_path)  # as a kill leaves it
-    assert len(resumed_film(tmp_path, film.settings, until=10**9).readings) == 10
+    film.save(tmp_path, 9)  # as a kill leaves it
+    assert len(resumed_film(tmp_path, film, until=10**9).readings) == 10
     lines = (tmp_path / FILM).read_bytes().splitlines(True)
     (tmp_path / FILM).write_bytes(b"".join(lines[:-1]))
     with pytest.raises(ArtefactError, match="1 readings are missing"):
@@ -282,14 +281,14 @@ def test_an_alarm_can_stop_training(tmp_path):
 def test_a_film_that_lost_its_end_is_told_and_one_that_goes_on_earlier_is_not(tmp_path):
     folder = tmp_path / "watch"
     film = watched_run(tmp_path, seed=0, weight=0.0, steps=6, lr=1e-3, every=2).film
-    assert WatchSettings.load(folder).readings == len(film.readings) == 4
+    assert film_settings(folder)[1] == len(film.readings) == 4
     path = folder / "watch.jsonl"
     whole = path.read_bytes()
     path.write_bytes(b"".join(whole.splitlines(True)[:-1]))
     with pytest.raises(ArtefactError, match="1 readings are missing"):
         Film.load(folder)
     path.write_bytes(whole)
-    assert resumed_film(folder, film.settings, until=2).steps == (0, 2)
+    assert resumed_film(folder, film, until=2).steps == (0, 2)
     assert Film.load(folder).steps == (0, 2)
 
 

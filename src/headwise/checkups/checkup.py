@@ -192,7 +192,7 @@ class _Work:
         stage("checking that heads are separable", self.progress)
         try:
             with _stopped_at(self.loaded.model, self._share(_CHECK_SHARE)):
-                result = check(self.loaded.model, seed=self.settings.seed)
+                result = check(self.loaded.model, seed=self.settings.seed, progress=self.progress)
         except _OutOfTime:
             missed.append(_UNCHECKED)
         else:

@@ -133,6 +133,9 @@ def check_verb(
     model: Model,
     loading: LoadSettings,
     write_row: Annotated[bool, Doc("Print the model's row, to contribute it.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Try every head of every layer, and every logit.")
+    ] = False,
     out: Out = Path("out/check"),
     seed: Seed = 0,
 ) -> None:
@@ -143,11 +146,13 @@ def check_verb(
     from headwise.errors import UnknownArchitectureError
 
     with in_one_go(out) as progress:
-        from headwise.forward.separability import check
+        from headwise.cost import estimate_cost
+        from headwise.forward.separability import check, check_work
 
         loaded = load(model, loading)
-        stage("moving every kind of slice, one at a time", progress)
-        result = check(loaded.model, seed=seed)
+        work = check_work(loaded.model, everything=everything)
+        stage(str(estimate_cost(loaded.model, work)), progress)
+        result = check(loaded.model, seed=seed, everything=everything, progress=progress)
         path = save_artefact(out / "check.json", "check", {**result.to_json(), "model": loaded.id})
     if not result.passed:
         raise UnknownArchitectureError(

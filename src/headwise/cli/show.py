@@ -165,13 +165,15 @@ def check_summary(loaded: LoadedModel, result: HeadCheck) -> str:
     from headwise.models.values import model_name
 
     geometry, difference = geometry_of(loaded.model), result.difference
+    tried, heads = {p.head for p in result.probes}, geometry.num_layers * geometry.num_heads
     return (
         f"{model_name(loaded.id)}: {loaded.model.config.model_type}, "
         f"{geometry.num_layers} layers x {geometry.num_heads} heads "
         f"({geometry.num_kv_heads} key/value heads of {geometry.head_dim}), "
         f"{positions_of(loaded.model)} positions.\n"
-        f"Heads are separable: {len(result.probes)} slices moved exactly their own heads; "
-        f"silencing equals ablation within {result.silencing_error:.0e}, the tap changes logits by "
-        f"{result.logit_change:.0e} of their size over {difference.length} tokens "
+        f"Heads are separable: {len(result.probes)} slices of {len(tried)} of {heads} heads moved "
+        f"exactly their own heads; silencing equals ablation within {result.silencing_error:.0e}, "
+        f"the tap changes logits by {result.logit_change:.0e} of their size at "
+        f"{difference.positions} of {difference.length} tokens "
         f"({', '.join(difference.implementations)})."
     )

@@ -17,36 +17,32 @@ BETWEEN = "share_between_0.4_and_0.6"  # the key in diagnosis.json
 
 
 @dataclass(frozen=True)
-class Valley:
-    """The deepest dip of the density of first-token mass: depth 1 is an empty gap, 0 no dip."""
-
-    depth: float = 0.0
-    position: float | None = None
-    modes: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
 class ThresholdSweep:
-    """Sick counts at several thresholds (by name, "0.40"), and the share of heads between."""
+    """Sick counts at several thresholds (by name, "0.40"), the share of heads between, the valley.
+
+    The valley is the deepest dip of the density of first-token mass: depth 1 is an empty gap, 0 no
+    dip.
+    """
 
     counts: Mapping[str, int]
     share_between: float
-    valley: Valley
+    depth: float = 0.0
+    position: float | None = None
+    modes: tuple[float, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The entry of `diagnosis.json`."""
         body = plain_fields(self)
         body[BETWEEN] = body.pop("share_between")
-        return body
+        valley = {name: body.pop(name) for name in ("depth", "position", "modes")}
+        return {**body, "valley": valley}
 
 
 def threshold_sweep(mass: Float[np.ndarray, "layer head"]) -> ThresholdSweep:
     """Sick counts at 0.40, 0.50 and 0.60, the share between, and the valley of the histogram."""
-    return ThresholdSweep(
-        counts={f"{cut:.2f}": int((mass > cut).sum()) for cut in SWEEP},
-        share_between=float(((mass > 0.4) & (mass <= 0.6)).mean()),
-        valley=_valley(mass.ravel()),
-    )
+    counts = {f"{cut:.2f}": int((mass > cut).sum()) for cut in SWEEP}
+    share_between = float(((mass > 0.4) & (mass <= 0.6)).mean())
+    return ThresholdSweep(counts, share_between, *_valley(mass.ravel()))
 
 
 def _density(
@@ -58,13 +54,15 @@ def _density(
     return np.asarray(kernels.mean(1) / (width * np.sqrt(2 * np.pi)))
 
 
-def _valley(values: Float[np.ndarray, " head"]) -> Valley:
-    """Deepest dip of a kernel density below the highest points on both sides.
+def _valley(
+    values: Float[np.ndarray, " head"],
+) -> tuple[float, float | None, tuple[float, ...]]:
+    """Depth, place and neighbouring modes of the deepest dip of a kernel density.
 
     Each side must hold 5% of the heads, or one stray head in a tail would pass for a mode.
     """
     if values.std() < 1e-6:
-        return Valley()
+        return 0.0, None, ()
     grid = np.linspace(0, 1, 201)
     density = _density(values, grid)
     left = np.maximum.accumulate(density)
@@ -74,6 +72,6 @@ def _valley(values: Float[np.ndarray, " head"]) -> Valley:
     depth = np.where(sided, 1 - density / np.maximum(np.minimum(left, right), 1e-12), 0.0)
     lowest = int(np.argmax(depth))
     if depth[lowest] <= 0:
-        return Valley()
+        return 0.0, None, ()
     modes = (grid[np.argmax(density[:lowest])], grid[lowest + np.argmax(density[lowest:])])
-    return Valley(float(depth[lowest]), float(grid[lowest]), tuple(float(mode) for mode in modes))
+    return float(depth[lowest]), float(grid[lowest]), tuple(float(mode) for mode in modes)

@@ -29,7 +29,7 @@ from headwise.models.architectures import alibi_slopes, geometry_of
 from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.progress import Progress, silent
 from headwise.provenance import MeasureSettings, Provenance, TextInfo
-from headwise.texts.batches import DEFAULT_MAX_LENGTH, Batch, batches, encode_for
+from headwise.texts.batches import DEFAULT_MAX_LENGTH, batches, encode_for
 from headwise.texts.text_sets import TextSet, as_text_set
 from headwise.texts.unigram import unigram_loss
 
@@ -83,7 +83,7 @@ def diagnosis_measurement(
     model, skip_queries = loaded.model, settings.skip_queries
     lengths = [len(ids) for ids in encoded]
     guard(model, max(lengths))
-    sample, dormant = _sample(encoded), list[Tensor | None]()
+    dormant = list[Tensor | None]()
     work = list(batches(encoded, batch_size, model=model))
     roles = None if loaded.tokenizer is None else role_reader(loaded, work, skip_queries)
     measured = yield from heads_measurement(
@@ -92,7 +92,7 @@ def diagnosis_measurement(
         skip_queries=skip_queries,
         pooled=True,
         visit=lambda layer: dormant.append(dormant_weights(model, layer)),
-        sample=sample,
+        sample=_sample(encoded),
         roles=roles,
     )
     maps = {**measured.means(), **_positional_maps(model, lengths, skip_queries)}
@@ -110,28 +110,25 @@ def diagnosis_measurement(
             settings=settings,
             versions=versions(),
         ),
-        alarms=merge_alarms(
-            loaded.alarms, _unusable(loaded, encoded, sample, measured.sample_loss)
-        ),
+        alarms=merge_alarms(loaded.alarms, _unusable(loaded, encoded, measured.sample_loss)),
     )
     if roles is None or measured.awake_sum is None or measured.awake_text is None:
         return diagnosis
     awake, text = measured.awake_sum, measured.awake_text
-    waking = waking_of(roles.rows, awake, text, diagnosis.sick, loaded, encoded[0])
+    layers, words = diagnosis.model.layer_numbers, loaded.tokenizer
+    waking = waking_of(roles.rows, awake, text, diagnosis.sick, layers, words, encoded[0])
     return replace(diagnosis, waking=waking)
 
 
-def _sample(encoded: list[list[int]]) -> Batch:
-    """The beginnings of a few texts, which tell whether the model reads at all."""
-    some = [ids[:_READ_TOKENS] for ids in encoded[:: max(1, len(encoded) // _READ)][:_READ]]
-    return next(batches(some, len(some)))
+def _sample(encoded: list[list[int]]) -> dict[int, int]:
+    """A few texts, and how far they are read to tell whether the model reads at all."""
+    texts = range(0, len(encoded), max(1, len(encoded) // _READ))[:_READ]
+    return {text: min(_READ_TOKENS, len(encoded[text])) for text in texts}
 
 
-def _unusable(
-    loaded: LoadedModel, encoded: list[list[int]], sample: Batch, loss: float
-) -> tuple[Alarm, ...]:
+def _unusable(loaded: LoadedModel, encoded: list[list[int]], loss: float) -> tuple[Alarm, ...]:
     """Whether the model reads a few of these texts worse than a guess."""
-    mean = loss / int((sample.lengths - 1).sum())
+    mean = loss / sum(length - 1 for length in _sample(encoded).values())
     unigram = unigram_loss(encoded, loaded.num_embeddings)
     return loss_alarms("a sample of the texts", mean, loaded.num_embeddings, unigram)
 

@@ -54,8 +54,7 @@ def mass_histogram(diagnosis: Diagnosis) -> Figure:
     )
     sweep = diagnosis.threshold_sweep
     note = (
-        f"between 0.4 and 0.6: {sweep.share_between:.0%} of heads; "
-        f"valley depth {sweep.valley.depth:.2f}"
+        f"between 0.4 and 0.6: {sweep.share_between:.0%} of heads; valley depth {sweep.depth:.2f}"
     )
     axes.set_xlabel(f"first-token mass   ({note})")
     return figure

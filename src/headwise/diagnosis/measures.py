@@ -7,8 +7,8 @@ in float64 from float32 numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,10 +23,8 @@ from headwise.errors import ModelError
 from headwise.forward.attention import (
     Moments,
     first_keys_mass,
-    indicator_mass,
     mass_at,
     max_logits,
-    moments,
     sink_share,
 )
 from headwise.forward.hooked_pass import HookedPass, Visit
@@ -76,10 +74,15 @@ class Measured:
     profile_sum: Float[np.ndarray, "bucket layer head"]
     profile_count: Int[np.ndarray, "bucket"]
     pooled_sum: Float[np.ndarray, "layer head bucket bucket"] | None = None  # query x key buckets
-    sample_loss: float = 0.0  # of a sample that was read in the same passes, in nats
+    sample_loss: float = 0.0  # of the beginnings of some texts, in nats
     # how awake heads are: sums by token and kind (`TokenRows`), and token by token on one text
     awake_sum: Float[np.ndarray, "layer head row"] | None = None
     awake_text: Float[np.ndarray, "layer head token"] | None = None
+
+    @property
+    def num_buckets(self) -> int:
+        """Of query positions, up to that of the longest text."""
+        return len(self.profile_count)
 
     def add(self, texts: list[int], row: int, seen: _LayerMeasures) -> None:
         """Put what one layer showed on one batch in its place."""
@@ -146,46 +149,71 @@ def heads_measurement(
     skip_queries: int = 0,
     pooled: bool = False,
     visit: Visit | None = None,
-    sample: Batch | None = None,
+    sample: Mapping[int, int] | None = None,
     roles: RoleReader | None = None,
 ) -> Measurement[Measured]:
     """Every measure of every head on every text, in passes that other measurements may share.
 
-    The loss of a `sample` is taken in the same passes, and `visit` sees each layer once.
+    The loss of a `sample`, texts and how many of their tokens, is taken in the same passes, and
+    `visit` sees each layer once.
     """
     geometry, work = geometry_of(model), list(batches)
-    shape = (sum(len(b.lengths) for b in work), geometry.num_layers, geometry.num_heads)
-    longest = max(b.ids.shape[1] for b in work)
     probe = None if roles is None else roles.probe
     read = work if probe is None else [*work, probe]
-    observer = _Observer(model, read, skip_queries, position_bucket(longest - 1) + 1, pooled, roles)
-    measured = observer.nothing(shape)
-    every = [*read, sample] if sample is not None else read
+    measured = _nothing(model, work, pooled, roles)
+    weights = [query_weights(batch, 0 if batch is probe else skip_queries) for batch in read]
+    grams: dict[int, Tensor] = {}
     loss = 0.0
 
     def take(number: int, layer: int | None, one: _LayerMeasures | Tensor | None) -> None:
         nonlocal loss
         if isinstance(one, Tensor):
-            loss = float(one.double().sum())
+            loss += float(one.double().sum())
         elif layer is not None and one is not None:
             measured.add(list(read[number].index), geometry.layers.index(layer), one)
 
-    def observe(number: int, attention: LayerAttention) -> _LayerMeasures | None:
-        if number >= len(read):
-            return None
-        return observer(number, attention) if number < len(work) else observer.probed(attention)
+    def observe(number: int, attention: LayerAttention) -> _LayerMeasures:
+        scores, layer = attention.scores, attention.layer
+        real = weights[number].to(scores.q.device)
+        if number >= len(work):
+            assert roles is not None
+            nothing = attention.lse[..., None][..., :0]
+            return _arrays(roles.excess(number, attention, nothing, (), real)), 0.0, None, None
+        if layer not in grams:  # when it first runs its weights are at hand, also if streamed
+            grams[layer] = _output_gram(model, layer)
+        buckets, sets = _buckets(work[number]), torch.zeros(1, scores.length, 0)
+        if pooled:
+            sets = torch.nn.functional.one_hot(buckets, measured.num_buckets).float()[None]
+        if roles is not None:
+            columns = roles.columns[number]
+            sets = torch.cat([sets.expand(len(columns), -1, -1), columns], -1)
+        moment = attention.moments(sets)  # first: the output then comes out of the same pass
+        lse, pools, awake = attention.lse, None, None
+        mass, back = mass_at(scores, lse, None), local_masses(scores, lse)
+        measures = {
+            **_core_measures(attention, mass, moment, real),
+            **_attention_measures(attention, moment, back, real),
+        }
+        measures |= _output_measures(attention, mass, real, grams[layer], measures["output_norm"])
+        if pooled:
+            pools = _pooled(moment.shares[..., : measured.num_buckets], real, buckets)
+        if roles is not None:
+            shares = moment.shares[..., measured.num_buckets * pooled :]
+            measures |= roles.excess(number, attention, shares, back, real)
+            awake = roles.rows.sums(number, 1 - mass - sink_share(scores, lse), real)
+        profile = _by_bucket(mass, real, buckets, measured.num_buckets)
+        return _arrays(measures), profile, pools, awake
 
     yield HookedPass(
-        [batch.ids for batch in every],
+        [batch.ids for batch in read],
         take,
         observe=observe,
-        targets=[None] * len(read)
-        + ([] if sample is None else [shifted_targets(sample.ids, sample.lengths)]),
+        targets=[_sample_targets(batch, sample or {}) for batch in work],
         visit=visit,
         title="measuring heads",
     )
-    for batch in work:
-        measured.profile_count[:] += observer.counts(batch)
+    for batch, real in zip(work, weights, strict=False):
+        np.add.at(measured.profile_count, _buckets(batch).numpy(), (real > 0).sum(0).numpy())
     _require_finite(measured, geometry.layers)
     return replace(measured, sample_loss=loss)
 
@@ -200,83 +228,38 @@ _LayerMeasures = tuple[
 ]
 
 
-@dataclass(frozen=True)
-class _Observer:
-    """What is measured of each layer of each batch."""
+def _nothing(
+    model: PreTrainedModel, work: Sequence[Batch], pooled: bool, roles: RoleReader | None
+) -> Measured:
+    """Zeros to add to."""
+    geometry, texts = geometry_of(model), sum(len(batch.lengths) for batch in work)
+    shape = geometry.num_layers, geometry.num_heads
+    count = position_bucket(max(batch.ids.shape[1] for batch in work) - 1) + 1
+    values = {name: np.zeros((texts, *shape)) for name in MEASURES}
+    awake: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
+    if roles is not None:
+        for name, own_texts, columns in roles.shapes():
+            values[name] = np.full((own_texts or texts, *shape, *columns), np.nan)
+        rows = roles.rows
+        awake = np.zeros((*shape, rows.count)), np.zeros((*shape, rows.shown_length))
+    return Measured(
+        values,
+        np.zeros((count, *shape)),
+        np.zeros(count, dtype=np.int64),
+        np.zeros((*shape, count, count)) if pooled else None,
+        0.0,
+        *awake,
+    )
 
-    model: PreTrainedModel
-    batches: list[Batch]
-    skip: int
-    num_buckets: int
-    pooled: bool
-    roles: RoleReader | None = None
-    grams: dict[int, Tensor] = field(default_factory=dict)
 
-    def __call__(self, number: int, attention: LayerAttention) -> _LayerMeasures:
-        scores, lse = attention.scores, attention.lse
-        weights = query_weights(self.batches[number], self.skip).to(lse.device)
-        buckets = _buckets(self.batches[number])
-        mass, back = mass_at(scores, lse, None), local_masses(scores, lse)
-        measures = _layer_measures(attention, mass, back, weights, self.gram(attention.layer))
-        pools, awake = None, None
-        sets = torch.zeros(1, scores.length, 0)
-        if self.pooled:
-            sets = torch.nn.functional.one_hot(buckets, self.num_buckets).float()[None]
-        if self.roles is not None:
-            columns = self.roles.columns[number]
-            sets = torch.cat([sets.expand(len(columns), -1, -1), columns], -1)
-        if sets.shape[-1]:
-            shares, _ = indicator_mass(scores, sets)
-        if self.pooled:
-            pools = _pooled(shares[..., : self.num_buckets], weights, buckets, self.num_buckets)
-        if self.roles is not None:
-            own = shares[..., self.num_buckets * self.pooled :]
-            measures |= self.roles.excess(number, attention, own, back, weights)
-            awake = self.roles.rows.sums(number, 1 - mass - sink_share(scores, lse), weights)
-        return (
-            {name: value.cpu().numpy() for name, value in measures.items()},
-            _by_bucket(mass, weights, buckets, self.num_buckets),
-            pools,
-            awake,
-        )
+def _sample_targets(batch: Batch, sample: Mapping[int, int]) -> Tensor | None:
+    """What is to be predicted in the beginnings of those texts of a batch that are in a sample."""
+    lengths = torch.tensor([sample.get(text, 0) for text in batch.index])
+    return shifted_targets(batch.ids, lengths) if lengths.any() else None
 
-    def probed(self, attention: LayerAttention) -> _LayerMeasures:
-        """Induction on the probe, which is the last batch."""
-        assert self.roles is not None
-        weights = query_weights(self.batches[-1], 0).to(attention.lse.device)
-        nothing = attention.lse[..., None][..., :0]
-        found = self.roles.excess(len(self.batches) - 1, attention, nothing, (), weights)
-        return {name: value.cpu().numpy() for name, value in found.items()}, 0.0, None, None
 
-    def gram(self, layer: int) -> Float[Tensor, "head value value"]:
-        """Made when the layer first runs: then its weights are at hand, also if streamed."""
-        if layer not in self.grams:
-            self.grams[layer] = _output_gram(self.model, layer)
-        return self.grams[layer]
-
-    def counts(self, batch: Batch) -> Int[np.ndarray, "bucket"]:
-        """Measured queries in each bucket."""
-        queries = (query_weights(batch, self.skip) > 0).sum(0).cpu()
-        counts = torch.zeros(self.num_buckets, dtype=torch.long)
-        return counts.index_add_(0, _buckets(batch), queries).numpy()
-
-    def nothing(self, shape: tuple[int, int, int]) -> Measured:
-        """Zeros to add to."""
-        count, values = self.num_buckets, {name: np.zeros(shape) for name in MEASURES}
-        awake: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
-        if self.roles is not None:
-            for name, texts, columns in self.roles.shapes():
-                values[name] = np.full((texts or shape[0], *shape[1:], *columns), np.nan)
-            rows = self.roles.rows
-            awake = np.zeros((*shape[1:], rows.count)), np.zeros((*shape[1:], rows.shown_length))
-        return Measured(
-            values,
-            np.zeros((count, *shape[1:])),
-            np.zeros(count, dtype=np.int64),
-            np.zeros((*shape[1:], count, count)) if self.pooled else None,
-            0.0,
-            *awake,
-        )
+def _arrays(measures: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+    return {name: value.cpu().numpy() for name, value in measures.items()}
 
 
 def _buckets(batch: Batch) -> Int[Tensor, "query"]:
@@ -303,28 +286,13 @@ def _later(weights: Tensor) -> Tensor:
     return weights / weights.sum(1, keepdim=True).clamp_min(1e-30)
 
 
-def _layer_measures(
-    attention: LayerAttention,
-    mass: Tensor,
-    back: Sequence[Tensor],
-    weights: Tensor,
-    gram: Tensor,
-) -> dict[str, Float[Tensor, "text head"]]:
-    moment = moments(attention.scores, attention.lse)
-    core = _core_measures(attention, mass, moment, weights)
-    return {
-        **core,
-        **_attention_measures(attention, moment, back, weights),
-        **_output_measures(attention, mass, weights, gram, core["output_norm"]),
-    }
-
-
 def watched_measures(
     attention: LayerAttention, weights: Float[Tensor, "text query"]
 ) -> dict[str, Float[Tensor, "text head"]]:
     """The few measures that a model is watched by while it trains."""
+    moment = attention.moments()
     mass = mass_at(attention.scores, attention.lse, None)
-    return _core_measures(attention, mass, moments(attention.scores, attention.lse), weights)
+    return _core_measures(attention, mass, moment, weights)
 
 
 def _core_measures(
@@ -430,11 +398,11 @@ def _pooled(
     shares: Float[Tensor, "text head query bucket"],
     weights: Tensor,
     buckets: Tensor,
-    num_buckets: int,
 ) -> Float[np.ndarray, "head bucket bucket"]:
     """Sums over measured queries of one query bucket: [head][query bucket][key bucket]."""
     masked = torch.where(weights[:, None, :, None] > 0, shares.double(), 0.0).sum(0).cpu()
-    sums = torch.zeros(shares.shape[1], num_buckets, num_buckets, dtype=torch.float64)
+    _, heads, _, count = shares.shape
+    sums = torch.zeros(heads, count, count, dtype=torch.float64)
     return sums.index_add_(1, buckets, masked).numpy()
 
 

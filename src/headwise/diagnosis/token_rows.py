@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
-from headwise.diagnosis.waking import Wakers, Waking
+from headwise.diagnosis.values import Wakers, Waking
 from headwise.heads import Head
-from headwise.models.loaded_model import LoadedModel
 from headwise.texts.batches import Batch
 from headwise.texts.token_kinds import ENDS, KINDS, token_text
 
@@ -97,16 +97,17 @@ def waking_of(
     sums: Float[np.ndarray, "layer head row"],
     text: Float[np.ndarray, "layer head token"],
     sick: Bool[np.ndarray, "layer head"],
-    loaded: LoadedModel,
+    layers: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
     shown_ids: Sequence[int],
 ) -> Waking | None:
     """What wakes each sick head, against how awake it is on the whole."""
     if not sick.any():
         return None
-    counts, layers = rows.counts, loaded.describe().layer_numbers
+    counts = rows.counts
     numbers = np.maximum(counts, 1)
     heads = {}
-    names = {one: token_text(loaded.tokenizer, one) for one in rows.ids}
+    names = {one: token_text(tokenizer, one) for one in rows.ids}
     for row, index in np.argwhere(sick):
         mean = sums[row, index] / numbers
         by_kind = slice(0, len(KINDS))
@@ -123,5 +124,5 @@ def waking_of(
         ]
         awake = tuple(float(g) for g in text[row, index].round(3))
         heads[str(Head(layers[row], int(index)))] = Wakers(base, kinds, tuple(tokens), awake)
-    shown = tuple(token_text(loaded.tokenizer, one) for one in shown_ids[: rows.shown_length])
+    shown = tuple(token_text(tokenizer, one) for one in shown_ids[: rows.shown_length])
     return Waking(shown, heads)

@@ -17,7 +17,6 @@ from headwise.diagnosis.bimodality import ThresholdSweep, threshold_sweep
 from headwise.diagnosis.roles import ROLES, role_grid
 from headwise.diagnosis.settings import Thresholds
 from headwise.diagnosis.symptoms import SYMPTOMS, Symptom, heads_by_symptom
-from headwise.diagnosis.waking import Waking
 from headwise.heads import Head, heads_where
 from headwise.models.values import ModelInfo
 from headwise.provenance import Provenance
@@ -79,6 +78,24 @@ class Dormancy:
     num_dormant: int
     num_neurons: int
     share_by_layer: tuple[Finite, ...] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Wakers:
+    """How awake one head is: on the whole, by kind of token, by token, and along one text."""
+
+    base: Finite  # mean of 1 - mass on the sink, over all queries but the first
+    kinds: Mapping[str, Finite]
+    tokens: tuple[tuple[str, Finite, int], ...] = field(repr=False)  # token, mean, times seen
+    text: tuple[Finite, ...] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Waking:
+    """What wakes each sick head, and the text along which it is shown."""
+
+    tokens: tuple[str, ...] = field(repr=False)
+    heads: Mapping[str, Wakers] = field(repr=False)
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def diagnosis_table(diagnosis: Diagnosis) -> Table:
     ]
     rows.append(("sick at 0.40 / 0.50 / 0.60", " / ".join(map(str, sweep.counts.values()))))
     rows.append(("share with mass 0.4 to 0.6", f"{sweep.share_between:.1%}"))
-    rows.append(("valley depth (1 empty, 0 none)", f"{sweep.valley.depth:.2f}"))
+    rows.append(("valley depth (1 empty, 0 none)", f"{sweep.depth:.2f}"))
     if diagnosis.model.positions == "alibi":  # elsewhere an index means nothing
         rows.append(("band (head indices)", ", ".join(map(str, diagnosis.band)) or "none"))
     if diagnosis.sink_rate:

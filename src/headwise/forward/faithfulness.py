@@ -5,13 +5,16 @@ with padding on both sides, against each of the model's own implementations. `fo
 the short one that `guard` runs before a verb's work: one text, tapped and untapped. In half
 precision every layer is compared on the same input, so that rounding does not add up and what is
 allowed can be as small as the rounding of one layer.
+
+Logits are compared at every position, or at `compared_positions` where the vocabulary is so large
+that all of them would outweigh the model; hidden states of all positions are behind them.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,11 +39,14 @@ from headwise.models.architectures import (
     projection_of,
     weight_of,
 )
+from headwise.progress import Progress, silent, track
 
 PAST = 64  # tokens behind the farthest boundary
 SHORTEST = 128
 _BOUNDARY = re.compile(r"window|chunk|cache|local_attention|block_size|_block_len")
 _DENSE = 2**28  # numbers of one layer's T x T attention that a comparison with eager may hold
+_SHOWN = 2**26  # numbers of all layers' attention together, where the model shows it
+_LOGITS, _FEWEST = 2**21, 48  # logits of one text that are compared, and positions at least
 
 # Of the logits' size: sums in another order, rounded to the model's type
 _TOLERANCE = {torch.bfloat16: 0.2, torch.float16: 0.05}
@@ -59,6 +65,7 @@ class Difference:
     """How far tapped runs are from the model's own, at worst, of its logits' size."""
 
     length: int
+    positions: int  # whose logits were compared
     implementations: tuple[str, ...]
     logits: float
     contributions: float  # what the tap shows of heads, against what the output projection reads
@@ -120,19 +127,60 @@ def random_ids(
     return ids.to(device_of(model))
 
 
+def compared_positions(
+    model: PreTrainedModel, length: int, everything: bool = False
+) -> Int[Tensor, "place"]:
+    """Where logits are compared: everywhere, or at the end and evenly before it if they are many.
+
+    A window or chunk that is read wrongly changes every position behind it.
+    """
+    count = max(_FEWEST, _LOGITS // len(weight_of(model.get_input_embeddings())))
+    if everything or count >= length:
+        return torch.arange(length)
+    half = count // 2
+    before = torch.linspace(0, length - half - 1, count - half).long()
+    places: Tensor = torch.cat([before, torch.arange(length - half, length)])
+    return places
+
+
+@contextmanager
+def _logits_at(model: PreTrainedModel, places: Int[Tensor, "place"], length: int) -> Iterator[None]:
+    """While open the output head reads these positions only of a text of this length."""
+
+    def choose(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        whole = inputs[0].dim() == 3 and inputs[0].shape[1] == length > len(places)
+        return (inputs[0][:, places], *inputs[1:]) if whole else None
+
+    with model.get_output_embeddings().register_forward_pre_hook(choose):
+        yield
+
+
 @torch.inference_mode()
-def compare_runs(model: PreTrainedModel, *, seed: int = 0) -> Difference:
-    """The long proof, on random tokens."""
+def compare_runs(
+    model: PreTrainedModel,
+    *,
+    seed: int = 0,
+    everything: bool = False,
+    progress: Progress = silent,
+) -> Difference:
+    """The long proof, on random tokens; `everything` compares the logits of all positions."""
     length = proof_length(model)
     ids = random_ids(model, 2, length, seed)
-    names = _implementations(model)
-    errors = []
-    for mask in (_padding(ids, "left"), _padding(ids, "right"), torch.ones_like(ids)):
-        plain = {name: _own_logits(model, ids, mask, name) for name in names}
+    names, places = _implementations(model), compared_positions(model, length, everything)
+    masks = [_padding(ids, "left"), _padding(ids, "right"), torch.ones_like(ids[:1])]
+    changes, losses = [], torch.inf
+    for mask in track(masks, "comparing runs", progress):
+        some = ids[: len(mask)]
+        plain = {name: _own_logits(model, some, places, mask, name) for name in names}
         _require_numbers(model, plain.values())
         if _agree(model, plain.values()):
-            errors += [_compare(model, ids, mask, name, plain[name]) for name in names]
-    if not errors:
+            with tapped(model):  # one run for all: the tap takes the place of each of them
+                seen = _own_logits(model, some, places, mask)
+            changes += [relative(seen, one) for one in plain.values()]
+        if len(mask) == 1:
+            hidden = backbone_of(model)(some, use_cache=False).last_hidden_state[0, places]
+            losses = relative(logits_of(model, hidden), plain[names[0]])
+    if not changes:
         raise UnknownArchitectureError(
             f"this {model.config.model_type!r} model does not agree with itself: run as "
             f"{' and as '.join(names)} its logits differ",
@@ -140,10 +188,11 @@ def compare_runs(model: PreTrainedModel, *, seed: int = 0) -> Difference:
         )
     return Difference(
         length,
+        len(places),
         names,
-        logits=max(logits for logits, _ in errors),
+        logits=max(changes),
         contributions=_contribution_error(model, ids[:1]),
-        losses=max(losses for _, losses in errors),
+        losses=losses,
         attention=_attention_error(model, ids[:1]),
         layers=_layer_difference(model, ids[:1]) if is_half(model) else "",
     )
@@ -170,28 +219,37 @@ def _padding(ids: Tensor, side: str) -> Int[Tensor, "text position"]:
     return mask
 
 
-def _own_logits(model: PreTrainedModel, ids: Tensor, mask: Tensor, name: str) -> Tensor:
-    with using_implementation(model, name):
-        logits: Tensor = model(ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
-    return logits
+def _own_logits(
+    model: PreTrainedModel, ids: Tensor, places: Tensor, mask: Tensor, name: str | None = None
+) -> Float[Tensor, "real_place token"]:
+    """The logits of real tokens at some positions, by the implementation of that name if any."""
+    with using_implementation(model, name) if name else nullcontext():
+        return _model_logits(model, ids, places, mask)[mask[:, places].bool()]
+
+
+def _model_logits(
+    model: PreTrainedModel, ids: Tensor, places: Tensor, mask: Tensor | None = None
+) -> Float[Tensor, "text place token"]:
+    """The model as it is: what it cannot run itself is no fault of a row."""
+    with (
+        _logits_at(model, places, ids.shape[1]),
+        reported_as(
+            ModelError,
+            f"this {model.config.model_type!r} model does not run",
+            *(RuntimeError, ValueError, TypeError, LookupError, AttributeError),
+            where=model.config._name_or_path or None,
+            fix="check its config.json; transformers alone cannot run it either",
+        ),
+    ):
+        logits: Tensor = model(ids, attention_mask=mask, use_cache=False).logits
+    # a family whose head is no module call gives all of them
+    return logits if logits.shape[1] == len(places) else logits[:, places]
 
 
 def _agree(model: PreTrainedModel, plain: Iterable[Tensor]) -> bool:
     """Whether the model agrees with itself: some recurrences read what padding happens to hold."""
     first, *others = plain
     return all(relative(other, first) < tolerance_of(model) for other in others)
-
-
-def _compare(
-    model: PreTrainedModel, ids: Tensor, mask: Tensor, name: str, plain: Tensor
-) -> tuple[float, float]:
-    """Change of the logits by the tap, and of the loss path against the model's logits."""
-    real = mask.bool()
-    with using_implementation(model, name):
-        with tapped(model):
-            seen = model(ids, attention_mask=mask, use_cache=False).logits[real]
-        hidden = backbone_of(model)(ids, attention_mask=mask, use_cache=False).last_hidden_state
-    return relative(seen, plain), relative(logits_of(model, hidden[real]), plain)
 
 
 def _contribution_error(model: PreTrainedModel, ids: Tensor) -> float:
@@ -222,8 +280,8 @@ def relative(left: Tensor, right: Tensor) -> float:
 
 def _attention_error(model: PreTrainedModel, ids: Tensor) -> float | None:
     """First-token mass, previous-token mass and entropy of every query, against dense attention."""
-    if not _is_small(model):
-        return None
+    geometry = geometry_of(model)
+    ids = ids[:, : int((_SHOWN / (geometry.num_layers * geometry.num_heads)) ** 0.5)]
     interface = architecture_of(model).attention_call is None
     if not interface and own_implementation(model) != "eager":
         # Falcon's sdpa code shows attention that it did not compute with: not masked, or with its
@@ -265,24 +323,12 @@ def _with_sinks(
 
 def _dense_attention(model: PreTrainedModel, ids: Tensor) -> list[Tensor] | None:
     """The model's own T x T attention by layer, None where it gives none."""
-    output = model(ids, use_cache=False, output_attentions=True)
+    with _logits_at(model, torch.tensor([0]), ids.shape[1]):
+        output = model(ids, use_cache=False, output_attentions=True)
     square = (ids.shape[1], ids.shape[1])
     shown = getattr(output, "attentions", None) or ()
     dense = [p for p in shown if p is not None and p.shape[-2:] == square]
     return dense if len(dense) == len(attention_layers(model)) else None
-
-
-def _own_run(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """The model as it is: what it cannot run itself is no fault of a row."""
-    with reported_as(
-        ModelError,
-        f"this {model.config.model_type!r} model does not run",
-        *(RuntimeError, ValueError, TypeError, LookupError, AttributeError),
-        where=model.config._name_or_path or None,
-        fix="check its config.json; transformers alone cannot run it either",
-    ):
-        logits: Tensor = model(ids, use_cache=False).logits
-    return logits
 
 
 def _require_numbers(model: PreTrainedModel, logits: Iterable[Tensor]) -> None:
@@ -299,23 +345,26 @@ def _require_numbers(model: PreTrainedModel, logits: Iterable[Tensor]) -> None:
 def found_difference(model: PreTrainedModel, longest: int) -> str:
     """The short proof: what differs when headwise runs one text, in words; nothing if nothing does.
 
-    Through the tap and the loss path at once, two forward passes in all.
+    Through the tap and the loss path at once, two forward passes in all; past every boundary that a
+    text of the `longest` length meets, and no longer than that takes.
     """
-    ids = random_ids(model, 1, max(2, min(longest, proof_length(model))))
+    enough = proof_length(model) if boundaries(model) else PAST
+    ids = random_ids(model, 1, max(2, min(longest, enough)))
     if is_half(model):
         return _layer_difference(model, ids)
-    plain = _own_run(model, ids)
+    places = compared_positions(model, ids.shape[1])
+    plain = _model_logits(model, ids, places)[0]
     _require_numbers(model, [plain])
     with tapped(model):
-        hidden = backbone_of(model)(ids, use_cache=False).last_hidden_state
+        hidden = backbone_of(model)(ids, use_cache=False).last_hidden_state[0, places]
     seen = logits_of(model, hidden)
-    errors = (seen - plain).abs().amax(-1)[0] / plain.abs().max().clamp_min(1e-6)
+    errors = (seen - plain).abs().amax(-1) / plain.abs().max().clamp_min(1e-6)
     wrong = errors.isnan() | (errors > _GUARDED)
-    wrong &= plain.isfinite().all(-1)[0]  # a model that overflows is told by its measures
+    wrong &= plain.isfinite().all(-1)  # a model that overflows is told by its measures
     if int(wrong.sum()) <= max(1, int(_GUARDED_SHARE * wrong.numel())):
         return ""
-    worst, places = float(errors.max()), f"{int(wrong.sum())} of {wrong.numel()} positions"
-    return f"its logits differ by {worst:.1e} of their size in {places}"
+    worst, count = float(errors.max()), f"{int(wrong.sum())} of {wrong.numel()} positions"
+    return f"its logits differ by {worst:.1e} of their size in {count}"
 
 
 def _layer_difference(model: PreTrainedModel, ids: Int[Tensor, "1 position"]) -> str:
@@ -334,12 +383,13 @@ def _layer_difference(model: PreTrainedModel, ids: Int[Tensor, "1 position"]) ->
     with ExitStack() as hooks:
         for layer in layers_of(model):
             hooks.enter_context(layer.register_forward_pre_hook(keep, with_kwargs=True))
-        plain = _own_run(model, ids)
+        places = compared_positions(model, ids.shape[1])
+        plain = _model_logits(model, ids, places)[0]
     _require_numbers(model, [plain])
     with tapped(model), ExitStack() as hooks:
         for layer in layers_of(model):
             hooks.enter_context(layer.register_forward_pre_hook(swap, with_kwargs=True))
-        hidden = backbone_of(model)(ids, use_cache=False).last_hidden_state
+        hidden = backbone_of(model)(ids, use_cache=False).last_hidden_state[0, places]
     for number in range(1, len(own)):
         apart = beyond_rounding(seen[number], own[number], own[number - 1])
         if apart:

@@ -5,6 +5,9 @@ head and no other, noise in key or value weights exactly the heads of their grou
 only the queries, keys or values it is named after, and zeroed output weights must give the same
 logits as removing the head's output while the model runs. Before all that, what headwise computes
 must be what the model computes (`faithfulness`).
+
+What is sampled: heads of the first, middle and last layer and of the first layer of each other
+kind. `everything` tries every head of every layer.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from headwise.forward.faithfulness import (
     Difference,
     compare_runs,
     found_difference,
+    proof_length,
     random_ids,
     relative,
     require_eval,
@@ -38,6 +42,7 @@ from headwise.models.architectures import (
     geometry_of,
     is_proposed,
     keep_row,
+    layer_window,
     require_groups,
     require_plain,
 )
@@ -45,6 +50,7 @@ from headwise.models.families.layout import Architecture, Role
 from headwise.models.families.proposal import propose_rows
 from headwise.models.loaded_model import LoadedModel
 from headwise.models.slices import Span, head_spans, read_slices, spans_of, write_slices
+from headwise.progress import Progress, Work, silent, track
 
 _PROVED = "_headwise_proved"  # on the model itself: its row, once the check has passed
 NUM_TOKENS = 12  # for the isolation of heads; `compare_runs` goes past windows and chunks
@@ -103,6 +109,11 @@ class HeadCheck:
             "passed": self.passed,
             "reason": self.reason(),
             "tokens": self.difference.length,
+            "sampled": {
+                "layers": sorted({probe.head.layer for probe in self.probes}),
+                "heads": sorted({probe.head.index for probe in self.probes}),
+                "logit_positions": self.difference.positions,
+            },
             "implementations": list(self.difference.implementations),
             "silencing_error": self.silencing_error,
             "logit_change": self.logit_change,
@@ -144,8 +155,14 @@ class HeadCheck:
         return ""
 
 
-def check(model: LoadedModel | PreTrainedModel, *, seed: int = 0) -> HeadCheck:
-    """Probe first, middle and last layers and heads; the model is left bit for bit as it was.
+def check(
+    model: LoadedModel | PreTrainedModel,
+    *,
+    seed: int = 0,
+    everything: bool = False,
+    progress: Progress = silent,
+) -> HeadCheck:
+    """Prove where heads are, on a sample of layers and heads or on all; no bit of the model moves.
 
     A family without a row is checked with the row that its shape suggests, if one holds.
     """
@@ -154,28 +171,51 @@ def check(model: LoadedModel | PreTrainedModel, *, seed: int = 0) -> HeadCheck:
     require_eval(model)
     if is_proposed(model):
         prove_row(model)
-    return _check_row(model, seed)
+    return _check_row(model, seed, everything, progress)
 
 
-def _check_row(model: PreTrainedModel, seed: int = 0) -> HeadCheck:
+def check_work(model: PreTrainedModel, *, everything: bool = False) -> Work:
+    """What a check costs: eleven runs of up to two long texts, then two short ones a head."""
+    length, heads = proof_length(model), len(_tried_heads(model, everything))
+    tokens = 17 * length + heads * (2 + 3) * NUM_TOKENS
+    return Work(tokens, 2 * length, less="check without --all")
+
+
+def _tried_heads(model: PreTrainedModel, everything: bool) -> list[Head]:
+    """Heads at both ends and in the middle of layers at both ends, in the middle, of each kind."""
     geometry = geometry_of(model)
+    layers, indices = geometry.layers, list(range(geometry.num_heads))
+    if not everything:
+        kinds = {(geometry_of(model, one), layer_window(model, one)): one for one in layers[::-1]}
+        layers = tuple(sorted({*(layers[row] for row in _ends(len(layers))), *kinds.values()}))
+        indices = _ends(geometry.num_heads)
+    return [Head(layer, index) for layer in layers for index in indices]
+
+
+def _check_row(
+    model: PreTrainedModel,
+    seed: int = 0,
+    everything: bool = False,
+    progress: Progress = silent,
+) -> HeadCheck:
     require_groups(model)
     require_plain(model)  # weights are moved here
     _require_row_fits(model)
     generator = torch.Generator().manual_seed(seed)
     ids = random_ids(model, 1, NUM_TOKENS, seed)
-    layers = [geometry.layers[row] for row in _ends(geometry.num_layers)]
-    heads = [Head(layer, index) for layer in layers for index in _ends(geometry.num_heads)]
-    difference = compare_runs(model, seed=seed)
+    heads = _tried_heads(model, everything)
+    layers = sorted({head.layer for head in heads})
+    difference = compare_runs(model, seed=seed, everything=everything, progress=progress)
+    probes, silencing = list[Probe](), 0.0
     with torch.inference_mode(), _noise(model, _pruned(model, layers), generator):
         before = {layer: _seen(model, ids, layer) for layer in layers}
-        probes = tuple(
-            _probe(model, ids, head, role, before[head.layer], generator)
-            for head in heads
-            for role in ("q", "k", "v")
-        )
-        silencing = max(_silencing_error(model, ids, head) for head in heads)
-    return HeadCheck(probes, silencing, difference, tolerance_of(model))
+        for head in track(heads, "moving the slices of heads", progress):
+            probes += [
+                _probe(model, ids, head, role, before[head.layer], generator)
+                for role in ("q", "k", "v")
+            ]
+            silencing = max(silencing, _silencing_error(model, ids, head))
+    return HeadCheck(tuple(probes), silencing, difference, tolerance_of(model))
 
 
 def _pruned(model: PreTrainedModel, layers: list[int]) -> list[Span]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,7 @@ from transformers.masking_utils import (
 )
 
 from headwise.errors import HeadwiseError
-from headwise.forward.attention import Scores, attend
+from headwise.forward.attention import Moments, Scores, attend, attend_with_moments, moments
 from headwise.forward.replaced_forward import Forward, replaced_forward
 from headwise.models.architectures import (
     alibi_slopes,
@@ -45,18 +45,48 @@ from headwise.models.families.layout import Architecture, AttentionInputs
 NAME = "headwise"
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class LayerAttention:
-    """One layer's attention in a forward pass. Tensors are live: readers must not change them."""
+    """One layer's attention in a forward pass. Tensors are live: readers must not change them.
+
+    It is computed when it is asked for: a reader that asks for its moments first has both in one.
+    """
 
     layer: int
     scores: Scores
     v: Float[Tensor, "batch kv_head key value"]
-    out: Float[Tensor, "batch head query value"]  # before the output projection
-    lse: Float[Tensor, "batch head query"]
     module: nn.Module = field(repr=False)
-    # `out` is read behind a gate where the family has one; this is what entered the gate
-    before_gate: Float[Tensor, "batch head query value"] | None = None
+    behind_gate: Float[Tensor, "batch head query value"] | None = None  # where the family has one
+    attended: tuple[Tensor, Tensor] | None = field(default=None, repr=False)  # output, log-sum-exp
+
+    def _attended(self) -> tuple[Tensor, Tensor]:
+        if self.attended is None:
+            self.attended = attend(self.scores, self.v)
+        return self.attended
+
+    @property
+    def out(self) -> Float[Tensor, "batch head query value"]:
+        """What heads give, as the output projection reads it."""
+        return self._attended()[0] if self.behind_gate is None else self.behind_gate
+
+    @property
+    def before_gate(self) -> Float[Tensor, "batch head query value"] | None:
+        """What entered the gate where the family has one."""
+        return None if self.behind_gate is None else self._attended()[0]
+
+    @property
+    def lse(self) -> Float[Tensor, "batch head query"]:
+        """The log-sum-exp of every query's scores."""
+        return self._attended()[1]
+
+    def moments(self, sets: Float[Tensor, "#batch key set"] | None = None) -> Moments:
+        """What the attention says as a distribution over keys, and its shares on sets of keys."""
+        differentiable = torch.is_grad_enabled() and self.scores.q.requires_grad
+        if self.attended is not None or differentiable:
+            return moments(self.scores, self.lse, sets)
+        out, lse, moment = attend_with_moments(self.scores, self.v, sets)
+        self.attended = out, lse
+        return moment
 
 
 Reader = Callable[[LayerAttention], Tensor | None]
@@ -75,7 +105,6 @@ class _Tap:
     waiting: dict[int, LayerAttention] = field(default_factory=dict)  # to be read behind the gate
 
     def show(self, module: nn.Module, scores: Scores, v: Tensor) -> Tensor:
-        out, lse = attend(scores, v)
         if id(module) not in self.layers:
             raise HeadwiseError(
                 "attention ran in a module that the family's row does not name",
@@ -85,14 +114,13 @@ class _Tap:
             )
         layer = self.layers[id(module)]
         self.seen.add(layer)
-        if self.reader is None:
-            return out
-        attention = LayerAttention(layer, scores, v, out, lse, module)
+        attention = LayerAttention(layer, scores, v, module)
+        replaced = None
         if self.row.gated:
             self.waiting[layer] = attention
-            return out
-        replaced = self.reader(attention)
-        return out if replaced is None else replaced
+        elif self.reader is not None:
+            replaced = self.reader(attention)
+        return attention.out if replaced is None else replaced
 
     def show_gated(self, layer: int, gated: Float[Tensor, "batch query heads"]) -> Tensor | None:
         """Read a layer when its gate has been applied; the reader's answer goes on from there."""
@@ -100,7 +128,8 @@ class _Tap:
         if attention is None or self.reader is None:
             return None
         heads = gated.unflatten(-1, (attention.out.shape[1], -1)).transpose(1, 2)
-        replaced = self.reader(replace(attention, out=heads, before_gate=attention.out))
+        attention.behind_gate = heads
+        replaced = self.reader(attention)
         return None if replaced is None else replaced.transpose(1, 2).flatten(2)
 
 

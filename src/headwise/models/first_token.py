@@ -36,9 +36,7 @@ class FirstToken:
 
     bos: bool
     reason: str
-    origin: Literal["asked", "tokenizer", "metadata", "measured", "default", "inherited"] = (
-        "default"
-    )
+    origin: DecidedBy = "default"
     needed: bool = False
 
     def __str__(self) -> str:

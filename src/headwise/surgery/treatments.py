@@ -21,7 +21,7 @@ from headwise.errors import SelectionError
 from headwise.forward.losses import shifted_targets, summed_loss
 from headwise.forward.tap import tapped
 from headwise.heads import Head, format_heads
-from headwise.models.architectures import backbone_of, device_of, geometry_of
+from headwise.models.architectures import backbone_of, device_of, geometry_of, layer_window
 from headwise.models.patch import Patch, Slice
 from headwise.models.slices import Span, head_spans, output_bias_span, read_slices, spans_of
 from headwise.models.values import PatchInfo
@@ -66,6 +66,8 @@ class Case:
         """How the head comes to give its mean output: by the bias, parked, or not at all."""
         if "o_bias" in self.slices:
             return "bias"
+        if layer_window(self.model, self.head.layer) is not None:
+            return "zeroed"  # the token that it would be parked on leaves the window
         error = float(self.measured.parked_error[self.head.index])
         return "parked" if self.plan.bos and error <= _PARKED_ERROR else "zeroed"
 

@@ -16,8 +16,8 @@ from headwise.texts.text_sets import TextSet, as_text_set
 from headwise.watch.film import (
     FILM,
     Film,
-    WatchSettings,
     add_reading,
+    film_settings,
     open_film,
     require_same_film,
     resumed_film,
@@ -71,7 +71,7 @@ def watch_checkpoints(
         if (out / FILM).exists():
             earlier = _film_to_resume(out, resume)
             last = max(earlier.steps, default=-1)
-            measured = earlier.settings.provenance.settings
+            measured = earlier.provenance.settings
             if bos is None and measured is not None:
                 bos = measured.bos
         film: Film | None = None
@@ -88,11 +88,11 @@ def watch_checkpoints(
             bos = loaded.bos  # decided once: a later checkpoint must not be read another way
             with undisturbed(loaded.model):
                 probe, provenance = encode_probe(loaded, chosen, settings)
-            filmed = WatchSettings(loaded.describe(), provenance, settings.thresholds, tuple(rules))
+            filmed = Film(loaded.describe(), provenance, settings.thresholds, tuple(rules))
             if film is None:
                 film = open_film(out, filmed, until=_END)
             else:
-                require_same_film(out, film.settings, filmed)
+                require_same_film(out, film, filmed)
             film = add_reading(out, film, step, read_heads(loaded.model, probe))
         return film or Film.load(out)
 
@@ -106,7 +106,7 @@ def _film_to_resume(out: Path, resume: bool) -> Film:
             fix="add --resume to go on with it, or choose another --out",
         )
     sweep(out)
-    return resumed_film(out, WatchSettings.load(out), until=_END)
+    return resumed_film(out, film_settings(out)[0], until=_END)
 
 
 def _tokenizer_of(checkpoint: Path) -> str | None:

@@ -34,9 +34,9 @@ def film_figures(film: Film, out: Path) -> list[Path]:
             f"first-token mass at step {last.step}",
             "first-token mass",
             marked=film.diagnosis().sick,
-            layers=film.settings.model.layers,
-            sliding=film.settings.model.sliding_rows,
-            turn=film.settings.thresholds.sink,
+            layers=film.model.layers,
+            sliding=film.model.sliding_rows,
+            turn=film.thresholds.sink,
         ),
     }
     return save_figures(figures, out)
@@ -53,9 +53,9 @@ def plot_trajectories(film: Film) -> Figure:
     for row, index in reversed(places[_NAMED:]):
         axes.plot(film.steps, mass[:, row, index], color=GREY, lw=0.5, alpha=0.5)
     for number, (row, index) in enumerate(places[:_NAMED]):
-        head = Head(film.settings.model.layer_numbers[row], int(index))
+        head = Head(film.model.layer_numbers[row], int(index))
         axes.plot(film.steps, mass[:, row, index], lw=1.4, color=f"C{number}", label=str(head))
-    axes.axhline(film.settings.thresholds.sink, color=GREY, lw=0.8, ls="--")
+    axes.axhline(film.thresholds.sink, color=GREY, lw=0.8, ls="--")
     for alarm in film.alarms:
         axes.axvline(alarm.step, color=RED, lw=0.8, alpha=0.5)
     axes.set_ylim(0, 1)
@@ -66,7 +66,7 @@ def plot_trajectories(film: Film) -> Figure:
 def plot_scalars(film: Film) -> Figure:
     """Sick heads and sink rate on the left, median entropy on the right."""
     rows = [reading.scalars for reading in film.readings]
-    total = film.settings.model.num_layers * film.settings.model.num_heads
+    total = film.model.num_layers * film.model.num_heads
     figure = new_figure(6.4, 3.0)
     axes = titled_axes(figure, "the run", "step", "share of heads")
     axes.plot(film.steps, [r["sick_heads"] / total for r in rows], color=RED, label="sick")

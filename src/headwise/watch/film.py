@@ -66,8 +66,8 @@ class FilmReading:
 
 
 @dataclass(frozen=True)
-class WatchSettings:
-    """What is filmed, on which texts, and when a head is an alarm."""
+class Film:
+    """What is filmed, on which texts, when a head is an alarm, and the readings by step."""
 
     model: ModelInfo  # as it was when the film began
     provenance: Provenance = field(default_factory=Provenance, repr=False)
@@ -75,17 +75,12 @@ class WatchSettings:
     rules: tuple[TrendRule, ...] = ()
     every: int | None = None  # steps between readings; None: as the budget allows
     budget: Finite | None = None  # share of training time
-    readings: int = 0  # lines that the film has at least: a shorter one has lost its end
+    readings: tuple[FilmReading, ...] = field(default=(), repr=False)
 
-    def save(self, folder: Path) -> Path:
-        """Write `watch.json`."""
-        return save_artefact(folder / WATCH, "watch", to_plain(self))
-
-    @staticmethod
-    def load(folder: Path) -> WatchSettings:
-        """Read `watch.json`."""
-        path = Path(folder) / WATCH
-        return from_plain(WatchSettings, load_artefact(path, "watch"), path)
+    def __repr__(self) -> str:
+        last = f", sick heads {int(self.diagnosis().sick.sum())}" if self.readings else ""
+        alarms = f", {len(self.alarms)} alarms" if self.alarms else ""
+        return f"Film({self.model.short_name}, {len(self.readings)} readings{last}{alarms})"
 
     @property
     def identity(self) -> str:
@@ -93,33 +88,6 @@ class WatchSettings:
         measured = self.provenance
         parts = [self.model.shape, measured.texts, measured.settings, self.thresholds]
         return content_hash([to_json(to_plain(parts))])
-
-    def reading(self, step: int, maps: Mapping[str, np.ndarray]) -> FilmReading:
-        """A reading with its sick heads named."""
-        diagnosis = self.diagnosed(maps)
-        heads = heads_where(diagnosis.sick, self.model.layers)
-        return FilmReading(step, maps, tuple(str(head) for head in heads))
-
-    def diagnosed(self, maps: Mapping[str, np.ndarray]) -> Diagnosis:
-        """The maps of one reading with the classes of heads, by the rule of a diagnosis."""
-        return diagnosis_from(
-            model=self.model, maps=maps, thresholds=self.thresholds, provenance=self.provenance
-        )
-
-
-@dataclass(frozen=True)
-class Film:
-    """A run's readings in order of steps."""
-
-    settings: WatchSettings
-    readings: tuple[FilmReading, ...] = field(default=(), repr=False)
-
-    def __repr__(self) -> str:
-        last = f", sick heads {int(self.diagnosis().sick.sum())}" if self.readings else ""
-        alarms = f", {len(self.alarms)} alarms" if self.alarms else ""
-        return (
-            f"Film({self.settings.model.short_name}, {len(self.readings)} readings{last}{alarms})"
-        )
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -143,12 +111,17 @@ class Film:
     def trajectory(self, head: Head | str, measure: str = "first_token_mass") -> np.ndarray:
         """One measure of one head, reading by reading."""
         at = Head.parse(head) if isinstance(head, str) else head
-        row = self.settings.model.layer_numbers.index(at.layer)
+        row = self.model.layer_numbers.index(at.layer)
         return np.array([reading.maps[measure][row, at.index] for reading in self.readings])
 
     def diagnosis(self, place: int = -1) -> Diagnosis:
         """One reading as a diagnosis; the last one by default."""
-        return self.settings.diagnosed(self.readings[place].maps)
+        return self._diagnosed(self.readings[place].maps)
+
+    def _diagnosed(self, maps: Mapping[str, np.ndarray]) -> Diagnosis:
+        return diagnosis_from(
+            model=self.model, maps=maps, thresholds=self.thresholds, provenance=self.provenance
+        )
 
     def with_reading(self, reading: FilmReading) -> Film:
         """The film with one more reading."""
@@ -159,18 +132,22 @@ class Film:
             )
         return replace(self, readings=(*self.readings, reading))
 
-    def judged(self, reading: FilmReading) -> FilmReading:
-        """The next reading with the alarms it raises; each head and kind is called once."""
-        later, model = self.with_reading(reading), self.settings.model
+    def with_maps(self, step: int, maps: Mapping[str, np.ndarray]) -> Film:
+        """The film with one more reading, its sick heads and the alarms that it raises.
+
+        Each head and kind of alarm is called once.
+        """
+        model, sick = self.model, heads_where(self._diagnosed(maps).sick, self.model.layers)
+        film = self.with_reading(FilmReading(step, maps, tuple(str(head) for head in sick)))
         known = {(alarm.kind, alarm.head) for alarm in self.alarms}
         names = [[str(Head(n, i)) for i in range(model.num_heads)] for n in model.layer_numbers]
         alarms: list[HeadAlarm] = []
-        for rule in self.settings.rules:
-            last = later.readings[-rule.readings :]
+        for rule in self.rules:
+            last = film.readings[-rule.readings :]
             values = np.array([one.maps[rule.measure] for one in last])
             alarms += rule_alarms(rule, [one.step for one in last], values, names)
-        fresh = [alarm for alarm in alarms if (alarm.kind, alarm.head) not in known]
-        return replace(reading, alarms=tuple(fresh))
+        fresh = tuple(alarm for alarm in alarms if (alarm.kind, alarm.head) not in known)
+        return self.with_reading(replace(film.readings[-1], alarms=fresh))
 
     def to_frame(self) -> pd.DataFrame:
         """One row per step and head: layer, head, sick and every measure (needs pandas)."""
@@ -179,7 +156,7 @@ class Film:
         return frame([row for reading in self.readings for row in self._rows(reading)])
 
     def _rows(self, reading: FilmReading) -> list[dict[str, object]]:
-        model = self.settings.model
+        model = self.model
         return [
             {
                 "step": reading.step,
@@ -199,25 +176,38 @@ class Film:
         line = f"step {self.steps[-1]}, {len(self.alarms)} alarms"
         return f"<p>{line}</p>" + grid_html(self.diagnosis())
 
+    def save(self, folder: Path, count: int | None = None) -> Path:
+        """Write `watch.json`: all but the readings, and how many the film has at least."""
+        settings = plain_fields(replace(self, readings=()))
+        settings["readings"] = len(self.readings) if count is None else count
+        return save_artefact(folder / WATCH, "watch", settings)
+
     @staticmethod
     def load(folder: Path | str) -> Film:
         """Read a finished film; a half line at its end is an error."""
         folder = Path(folder)
         if folder.name == FILM:
             folder = folder.parent
-        settings = WatchSettings.load(folder)
-        rows = checked_rows(read_lines(folder / FILM), settings.identity, folder / FILM)
-        if len(rows) < settings.readings:
+        film, count = film_settings(folder)
+        rows = checked_rows(read_lines(folder / FILM), film.identity, folder / FILM)
+        if len(rows) < count:
             raise ArtefactError(
-                f"{settings.readings - len(rows)} readings are missing at its end",
+                f"{count - len(rows)} readings are missing at its end",
                 where=folder / FILM,
                 fix="restore the file, or film again into another folder",
             )
-        film = Film(settings)
         for reading in (from_plain(FilmReading, row, folder / FILM) for row in rows):
-            _require_shape(reading, settings.model.shape, folder / FILM)
+            _require_shape(reading, film.model.shape, folder / FILM)
             film = film.with_reading(reading)
         return film
+
+
+def film_settings(folder: Path) -> tuple[Film, int]:
+    """A film without its readings, and how many it has at least: fewer have lost its end."""
+    path = Path(folder) / WATCH
+    body = dict(load_artefact(path, "watch"))
+    count = from_plain(int, body.pop("readings", 0), path)
+    return from_plain(Film, body, path), count
 
 
 def _require_shape(reading: FilmReading, shape: tuple[int, int], path: Path) -> None:
@@ -230,9 +220,9 @@ def _require_shape(reading: FilmReading, shape: tuple[int, int], path: Path) -> 
 
 def add_reading(folder: Path, film: Film, step: int, maps: Mapping[str, np.ndarray]) -> Film:
     """The film with one more reading and the alarms it raises, written as one line and flushed."""
-    film = film.with_reading(film.judged(film.settings.reading(step, maps)))
+    film = film.with_maps(step, maps)
     row = json.loads(json.dumps(to_plain(film.readings[-1]), sort_keys=True, allow_nan=False))
-    line = sealed_row(row, film.settings.identity, len(film.readings) - 1)
+    line = sealed_row(row, film.identity, len(film.readings) - 1)
     try:
         with (folder / FILM).open("ab") as file:
             file.write(line.encode())
@@ -240,49 +230,49 @@ def add_reading(folder: Path, film: Film, step: int, maps: Mapping[str, np.ndarr
             os.fsync(file.fileno())
     except OSError as error:
         raise ArtefactError(f"cannot write the film ({error})", where=folder / FILM) from None
-    replace(film.settings, readings=len(film.readings)).save(folder)
+    film.save(folder)
     return film
 
 
-def open_film(folder: Path, settings: WatchSettings, until: int) -> Film:
+def open_film(folder: Path, film: Film, until: int) -> Film:
     """A new film, or the one that is there, to go on with after step `until`."""
     if (folder / FILM).exists():
-        return resumed_film(folder, settings, until)
-    settings.save(folder)
-    return Film(settings)
+        return resumed_film(folder, film, until)
+    film.save(folder)
+    return film
 
 
-def resumed_film(folder: Path, settings: WatchSettings, until: int) -> Film:
+def resumed_film(folder: Path, like: Film, until: int) -> Film:
     """A film to go on with: half a line and readings after step `until` are cut off.
 
-    What decides the numbers must be what it was; the weights need not, they are trained.
+    What decides the numbers must be what it is in `like`; the weights need not, they are trained.
     """
     path = folder / FILM
     whole = path.read_bytes()
     kept = whole[: whole.rfind(b"\n") + 1]
     lines = kept.splitlines(True)
     rows = [row for row in lines if _step_of(row, path) <= until]
-    earlier = WatchSettings.load(folder)
-    if len(rows) < min(len(lines), earlier.readings):  # before the cut: a kill leaves none short
-        replace(earlier, readings=len(rows)).save(folder)
+    earlier, count = film_settings(folder)
+    if len(rows) < min(len(lines), count):  # before the cut: a kill leaves none short
+        count = len(rows)
+        earlier.save(folder, count)
     if b"".join(rows) != whole:
         write_bytes(path, b"".join(rows))
     film = Film.load(folder)
-    if film.settings.readings < len(film.readings):  # killed between a row and its count
-        film = replace(film, settings=replace(film.settings, readings=len(film.readings)))
-        film.settings.save(folder)
-    require_same_film(folder, film.settings, settings)
+    if count < len(film.readings):  # killed between a row and its count
+        film.save(folder)
+    require_same_film(folder, film, like)
     return film
 
 
-def require_same_film(folder: Path, begun: WatchSettings, settings: WatchSettings) -> None:
+def require_same_film(folder: Path, begun: Film, like: Film) -> None:
     """Refuse a reading of another model, precision or texts than the film's."""
     require_same_origin(
         Origin(str(folder / WATCH), kind=_kind(begun.model)),
-        Origin(settings.model.id, kind=_kind(settings.model)),
+        Origin(like.model.id, kind=_kind(like.model)),
         fix="go on with the model and the precision it began with, or choose another folder",
     )
-    if begun.identity != settings.identity:
+    if begun.identity != like.identity:
         raise ArtefactError(
             "this film was made of another model, or on other texts or lengths",
             where=folder / WATCH,

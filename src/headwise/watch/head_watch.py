@@ -33,7 +33,7 @@ from headwise.errors import ArtefactError, HeadwiseError
 from headwise.models.loaded_model import LoadedModel
 from headwise.texts.batches import Batch
 from headwise.texts.text_sets import TextSet, as_text_set
-from headwise.watch.film import FILM, WATCH, Film, WatchSettings, add_reading, open_film
+from headwise.watch.film import FILM, WATCH, Film, add_reading, film_settings, open_film
 from headwise.watch.overhead import Overhead
 from headwise.watch.probe import bare, encode_probe, read_heads, undisturbed
 from headwise.watch.trackers import log_reading, trainer_trackers
@@ -169,7 +169,7 @@ class HeadWatch(TrainerCallback):
         """Begin the film, or go on with it, with the model as it is after `step` steps."""
         self.overhead = Overhead(self.overhead.every, self.overhead.limit, total_steps)
         if self._bos is None and self.resume and (self.out / WATCH).exists():
-            measured = WatchSettings.load(self.out).provenance.settings
+            measured = film_settings(self.out)[0].provenance.settings
             if measured is not None:  # decided when the film began
                 self._bos = measured.bos
         with self.overhead.spending():
@@ -188,7 +188,7 @@ class HeadWatch(TrainerCallback):
         if self._film is not None:
             self.overhead.save(self.out)
 
-    def _prepare(self) -> WatchSettings:
+    def _prepare(self) -> Film:
         """Encode the probe texts and prove that headwise reads this model rightly."""
         if self.model is None or self.tokenizer is None:
             what = "model" if self.model is None else "tokenizer"
@@ -205,7 +205,7 @@ class HeadWatch(TrainerCallback):
             chosen = TextSet(chosen.name, chosen.texts[:MOST_TEXTS])
             self._probe, provenance = encode_probe(loaded, chosen, self._settings)
             described = loaded.describe()
-        return WatchSettings(
+        return Film(
             described,
             provenance,
             self._settings.thresholds,
