@@ -106,15 +106,18 @@ function wakingText(layer, head) {
   if (!own) return null;
   const percent = (g) => Math.round(100 * g) + "%";
   const kinds = Object.entries(own.kinds).sort((a, b) => b[1] - a[1]).map(([kind, g]) => kind + " " + percent(g)).join(", ");
-  const tokens = own.tokens.map(([token, g, count]) => JSON.stringify(token) + " " + percent(g) + " of " + count).join(", ");
+  const tokens = own.tokens.map(([token, g, count]) => JSON.stringify(token) + " (" + percent(g) + ", " + count + " times)").join(", ");
+  const most = Math.max(...own.text), small = { class: "small", style: "margin:.2rem 0" };
+  const says = "A head is awake by the share of its attention that is not on the first token. ";
+  if (Math.max(most, own.base) < 0.005) return section("What wakes it", make("p", small, says + "Nothing wakes this one: 0% at every kind of token of these texts."));
   const text = make("p", { class: "waking" });
   waking.tokens.forEach((token, i) => {
     const g = own.text[i] || 0;
-    text.append(make("span", { style: "background:rgba(213,94,0," + (0.85 * g).toFixed(2) + ")", title: percent(g) + " awake" }, token.replace(/\n/g, "\u21b5\n")));
+    text.append(make("span", { style: "background:rgba(213,94,0," + (0.85 * g / Math.max(most, 0.01)).toFixed(2) + ")", title: percent(g) + " awake" }, token.replace(/\n/g, "\u21b5\n")));
   });
-  const body = make("div", {}, make("p", { class: "small", style: "margin:.2rem 0" }, "Awake " + percent(own.base) + " on the whole; by kind of token: " + kinds + "."),
-    tokens ? make("p", { class: "small", style: "margin:.2rem 0" }, "Most awake at " + tokens + ".") : null, text);
-  return section("What wakes it", body, "shaded: the share of attention that is not on the first token");
+  const body = make("div", {}, make("p", small, says + "This one: " + percent(own.base) + " awake on average; by kind of token: " + kinds + "."),
+    tokens ? make("p", small, "Most awake at " + tokens + ".") : null, text);
+  return section("What wakes it", body, "the start of one text; the darkest token is " + percent(most) + " awake");
 }
 const lateNote = () => (atCheckpoint() ? "; of the final state" : "");
 function section(title, body, note) {
