@@ -429,6 +429,7 @@ def test_a_sink_on_another_token_is_a_symptom_and_says_where():
         "strongest_mass": np.array([[0.9, 0.6, 0.4, 0.1]]),
         "strongest_position": np.array([[1.0, 0.0, 0.0, 3.0]]),
         "normalized_entropy": np.array([[0.5, 0.4, 0.5, 0.99]]),
+        "delimiter": np.array([[-0.1, 0.4, 0.6, 0.1]]),
     }
     found = diagnosis_from(model=made_model(1, 4), maps=maps, thresholds=Thresholds())
     named = {name: [str(head) for head in heads] for name, heads in found.symptoms.items() if heads}
@@ -436,6 +437,7 @@ def test_a_sink_on_another_token_is_a_symptom_and_says_where():
         "sink": ["L0H1"],
         "fixed sink": ["L0H0"],
         "flat": ["L0H3"],
+        "delimiter sink": ["L0H2"],
         "drowsy": ["L0H1", "L0H2"],
     }
     assert found.sinks == {Head(0, 0): 1}

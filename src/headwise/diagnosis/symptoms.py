@@ -40,6 +40,8 @@ SYMPTOMS = (
     # the least of the healthy heads that were seen: 0.48
     Symptom("silent", "output_norm_ratio < 0.05", True, "did its values decay, or is it empty?"),
     Symptom("flat", "normalized_entropy > 0.985", True, "does sharpen help, or training?"),
+    # excess over uniform attention; the most of the healthy heads that were seen: 0.24
+    Symptom("delimiter sink", "delimiter > 0.5", False, "does it rest on commas, or read them?"),
     Symptom("low_entropy", "low_entropy", False, "is what it looks at what it should look at?"),
     # where Gu et al. (2410.10781) begin to speak of a sink
     Symptom("drowsy", "first_token_mass > 0.3", False, "is it asleep?"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwise.artefacts import load_artefact, save_artefact
+from headwise.diagnosis.symptoms import SYMPTOMS
 from headwise.frames import frame
 from headwise.intervals import Interval
 from headwise.provenance import Origin
@@ -109,7 +110,8 @@ class Therapy:
                 f"{count} head{'s' * (count != 1)}{found} were treated in {len(self.tried)} ways "
                 "on training text; none gained"
             )
-        kinds = [name for name in self.symptoms if name not in ("low_entropy", "drowsy")]
+        doubtful = {row.name for row in SYMPTOMS if not row.sure}
+        kinds = [name for name in self.symptoms if name not in doubtful]
         looked = ", ".join([*kinds, "sleeping"]) if self.symptoms else "ill"
         return f"{self.heads or 'all'} heads: no {looked} or harmful head"
 
