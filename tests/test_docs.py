@@ -117,3 +117,27 @@ def test_a_pages_commands_run(page, desk):
     for text in blocks(page, "sh"):
         for words in commands(text):
             run(quick(words))
+
+
+def _anchors(page: Path) -> set[str]:
+    """The addresses of a page's headings, as mkdocs and GitHub make them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    plain = [re.sub(r"[^\w\s-]", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", h)) for h in headings]
+    return {re.sub(r"[-\s]+", "-", words.strip().lower()) for words in plain}
+
+
+WRITTEN = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=[str(p.relative_to(ROOT)) for p in WRITTEN])
+def test_every_link_leads_to_a_file_and_a_heading_that_are_there(page):
+    text = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    wrong = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        name, _, anchor = link.partition("#")
+        if ":" in name:
+            continue  # of the web
+        target = (page.parent / name).resolve() if name else page
+        if not target.exists() or (anchor and anchor not in _anchors(target)):
+            wrong.append(link)
+    assert not wrong
