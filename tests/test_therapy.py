@@ -31,7 +31,14 @@ from headwise.surgery.operation import operate
 from headwise.surgery.plan import SurgeryPlan, make_plan, plans_of
 from headwise.surgery.recipe import RECIPES, treatment_recipe
 from headwise.surgery.sink_directions import measure_directions
-from headwise.surgery.treatments import Dose, prescribed, treat, with_prescription, with_treatment
+from headwise.surgery.treatments import (
+    Dose,
+    prescribed,
+    treat,
+    with_prescription,
+    with_slopes,
+    with_treatment,
+)
 from headwise.texts.batches import batches
 from headwise.texts.corpus import build_corpus
 from headwise.texts.text_sets import TextSet, default_texts
@@ -387,6 +394,24 @@ def test_other_text_for_harm_is_no_default_of_an_evaluation_and_no_validation_te
     assert len(texts) == 16
     assert not texts & {*default_texts("patient").texts, *default_texts("a/model").texts}
     assert not texts & set(triage_texts("patient").texts)
+
+
+def test_flat_heads_are_moved_down_the_slope_as_far_as_that_helps(tmp_path):
+    """A model that was trained loses its queries in one head; the slope leads part of the way."""
+    loaded = load_model("patient")
+    corpus = build_corpus(loaded, TextSet("some", tuple(patient_texts("train"))[:40]), block=256)
+    plan = plan_for(loaded.model, "L3H0")
+    directions = measure_directions(loaded.model, corpus.train, [3])
+    with pytest.raises(SelectionError, match="slope"):
+        treat(loaded.model, plan, {Head(3, 0): Dose("seek", 0.5)}, directions=directions)
+    for span in head_spans(loaded.model, Head(3, 0), "q").values():
+        span.of(loaded.model).data.zero_()
+    sloped = with_slopes(directions, loaded.model, corpus.train, [3])
+    _, tried = choose_doses(
+        loaded.model, plan, corpus.train, sloped, others={"flat": plan.target_heads}
+    )
+    assert min(row.change for row in tried if row.dose.startswith("seek")) < 0
+    assert {row.dose for row in tried} >= {"seek 0.2", "seek 0.5", "seek 1", "sharpen 2"}
 
 
 def test_an_empty_patch_is_a_patch_everywhere(tmp_path):
