@@ -38,6 +38,8 @@ from headwise.proof.settings import Sampling
 from headwise.proof.trajectories import run_maps
 from headwise.proof.values import Evaluation
 from headwise.provenance import Decisions, MeasureSettings, Provenance, TextInfo
+from headwise.pruning.settings import PruneSettings
+from headwise.pruning.values import PART_NAMES, NestedSets
 from headwise.studies.study import Study
 from headwise.studies.summary import summarise_study
 from headwise.surgery.plan import make_plan
@@ -429,3 +431,34 @@ def write_completions(out: Path, arms: list[str]) -> None:
             rows.append(Completion(prompt.text, prompt.category, text, measures))
         conditions[name] = rows
     Completions(conditions, Sampling(), CompletionProvenance()).save(out / "completions.json")
+
+
+def pruned_of(model, patch=None):
+    """Two heads can go: what `prune` keeps, as if it had written the patch of this hash."""
+    texts = {part: TextInfo(f"{part} text", 16, "a" * 64) for part in PART_NAMES}
+    sizes = {"joint loss": 0.002, "random": 0.05, "first-token mass": 0.03}
+    costs = {
+        name: {
+            count: {part: Interval(count * size, 0.0, count * size + 0.001) for part in PART_NAMES}
+            for count in (1, 2, 4)
+        }
+        for name, size in sizes.items()
+    }
+    order = ("L3H6", "L4H7", "L5H5", "L2H7")
+    return NestedSets(
+        model=model,
+        settings=PruneSettings(),
+        bos=False,
+        unit="head",
+        units=model.num_layers * model.num_heads,
+        texts=texts,
+        singles={name: Interval(0.002, 0.001, 0.003) for name in order},
+        order=order,
+        costs=costs,
+        chosen=2,
+        lowest=0,
+        heads=order[:2],
+        gain_heads=(),
+        versions={},
+        patch=patch,
+    )

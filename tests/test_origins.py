@@ -29,7 +29,14 @@ from headwise.surgery.plan import SurgeryPlan
 from headwise.surgery.values import RunSettings
 from headwise.therapy.values import Therapy
 from headwise.watch.film import resumed_film
-from reportstudy import build_study, diagnosis_of, plasticity_summary, stock_mass, triage_of
+from reportstudy import (
+    build_study,
+    diagnosis_of,
+    plasticity_summary,
+    pruned_of,
+    stock_mass,
+    triage_of,
+)
 from test_handover import folder_of, patch_of, released
 
 APART = "do not belong together"
@@ -276,3 +283,39 @@ def test_a_plasticity_of_another_run_or_of_stock_is_refused(study, tmp_path, run
     plasticity_for(other, patches[run], part / "runs" / run, mass)
     with pytest.raises(ArtefactError, match=f"{APART}: different base weights"):
         read_source(part)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_pruned_heads_are_reported_with_evaluations_of_their_own_patch_or_none(
+    study, tmp_path, run
+):
+    """The folder of `prune` beside `before` and `after`, as the evaluations of a run lie there."""
+    model = Evaluation.load(study / "stock" / "evaluation.json").model
+    folder = tmp_path / "prune"
+    pruned_of(model, RunSettings.load(study / "runs" / run).patch).save(folder / "prune.json")
+    shutil.copytree(study / "stock", tmp_path / "before")
+    for other in RUNS:
+        shutil.copytree(study / "runs" / other, tmp_path / "after", dirs_exist_ok=True)
+        source = read_source(folder)
+        if other == run:
+            assert source.runs[0].comparison is not None
+            continue
+        assert not source.runs
+        with pytest.raises(ArtefactError, match=f"{APART}: different patches"):
+            read_source(folder, after=tmp_path / "after")
+    with pytest.raises(ArtefactError, match=f"{APART}: different patches"):
+        read_source(folder, before=study / "runs" / run, after=study / "runs" / run)
+
+
+@pytest.mark.parametrize("place", ["prune", "stream"])
+def test_a_search_of_other_weights_in_a_checkups_folder_is_refused(
+    study, other_base, tmp_path, place
+):
+    stock = Evaluation.load(study / "stock" / "evaluation.json")
+    stock.diagnosis.save(tmp_path / "diagnosis.json")
+    path = tmp_path / place / "prune.json"
+    pruned_of(stock.model).save(path)
+    assert len(read_source(tmp_path).searches) == 1
+    pruned_of(Evaluation.load(other_base / "evaluation.json").model).save(path)
+    with pytest.raises(ArtefactError, match=f"{APART}: different base weights"):
+        read_source(tmp_path)

@@ -36,14 +36,14 @@ from headwise.report.figures import cascade_counts, panels
 from headwise.report.page import as_symbols
 from headwise.report.paper.figures import published_figures
 from headwise.report.payload import page_payload
-from headwise.report.source import MASS, read_source, stock_of
+from headwise.report.source import MASS, Source, read_source, stock_of
 from headwise.report.verdict import judge, main_run
 from headwise.surgery.plan import join_plans, plans_of
 from headwise.surgery.values import RunSettings
 from headwise.tables import table as table_of
 from headwise.texts.text_sets import TextSet
 from headwise.therapy.values import Therapy
-from reportstudy import EVIL, build_study, diagnosis_of, stock_mass, triage_of
+from reportstudy import EVIL, build_study, diagnosis_of, pruned_of, stock_mass, triage_of
 
 
 @pytest.fixture(scope="module")
@@ -677,3 +677,45 @@ def test_a_film_has_a_page_with_its_steps_measures_and_alarms(tmp_path, no_figur
     assert condition["marks"] == [[film.alarms[0].step, "L2H5", "collapse"]]
     assert "0 sick heads at step 0, 1 at 90; 1 alarms." in page
     assert "L2H5 at step 80" in page
+
+
+def test_a_search_is_told_with_its_curve_its_rivals_and_its_promise(study, tmp_path):
+    pruned_of(read_source(study).model).save(tmp_path / "prune" / "prune.json")
+    page = report.write_report(tmp_path / "prune", tmp_path / "report").read_text()
+    assert "2 of 64 heads (3%) can go below 0.01 nats per token, with 95% confidence." in page
+    assert "as many taken at random: +0.1000" in page
+    assert {"prune_held_out.svg", "prune_other.svg"} <= {
+        path.name for path in (tmp_path / "report" / "figures").iterdir()
+    }
+    orders = (tmp_path / "report" / "tables" / "table01_prune_orders.md").read_text()
+    assert "| first-token mass | +0.0600 (+0.0000 to +0.0610) |" in orders
+
+
+@pytest.mark.parametrize(
+    ("change", "said", "tone"),
+    [
+        ((-0.02, -0.03, -0.01), "reads this text better", "good"),
+        ((0.004, 0.002, 0.006), "loses less on this text than the 0.01 nats", "good"),
+        ((0.01, 0.002, 0.02), "not shown whether", "plain"),
+        ((0.04, 0.02, 0.06), "loses more on this text than the 0.01 nats", "bad"),
+    ],
+)
+def test_a_pruned_model_is_judged_by_what_was_promised_and_no_head_of_it_recovers(
+    study, tmp_path, change, said, tone
+):
+    whole = read_source(study)
+    run = whole.of_arm("sham")[0]
+    name = whole.judged_set
+    losses = {
+        **run.comparison.losses,
+        name: replace(run.comparison.losses[name], difference=Interval(*change)),
+    }
+    pruned = replace(run, arm="prune", run=None, comparison=replace(run.comparison, losses=losses))
+    search = pruned_of(whole.model)
+    found = judge(Source(tmp_path, "prune", "prune", whole.stock, (pruned,), searches=(search,)))
+    assert found.headline.startswith("Without 2 heads")
+    assert said in found.headline
+    assert found.tone == tone
+    titles = [finding.title for finding in found.findings]
+    assert "Heads that can go" in titles
+    assert not {"By function", "By first-token mass", "Roles"} & set(titles)

@@ -135,9 +135,9 @@ def measured_part(
     return values[np.ix_(rows, columns)], rows.tolist(), columns.tolist()
 
 
-def count_axis(axes: Axes) -> None:
-    """Whole numbers on an axis that counts heads."""
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+def count_axis(axes: Axes, across: bool = False) -> None:
+    """Whole numbers on the axis that counts heads, upwards or across."""
+    (axes.xaxis if across else axes.yaxis).set_major_locator(MaxNLocator(integer=True))
 
 
 def draw_map(

@@ -6,7 +6,16 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from headwise.drawing import BLUE, GREY, ORANGE, RED, new_figure, save_figure, titled_axes
+from headwise.drawing import (
+    BLUE,
+    GREY,
+    ORANGE,
+    RED,
+    count_axis,
+    new_figure,
+    save_figure,
+    titled_axes,
+)
 from headwise.pruning.values import OURS, RANDOM, NestedSets, Part
 
 CURVE = "curve"
@@ -42,6 +51,7 @@ def curve_figure(nested: NestedSets, part: Part = "held_out") -> Figure:
     if nested.chosen:
         axes.axvline(nested.chosen, color=BLUE, lw=0.8, ls=":")
     axes.set_yscale("symlog", linthresh=max(largest, limit, 1e-3))
+    count_axis(axes, across=True)
     axes.legend(frameon=False, fontsize=8)
     return figure
 

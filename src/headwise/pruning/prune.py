@@ -100,6 +100,7 @@ def prune(
         (out / GAIN).unlink(missing_ok=True)  # of an earlier run
         for name, patch in patches.items():
             patch.save(out / name)
+        found = replace(found, patch=patches[PATCH].fingerprint())
         found.save(out / PRUNE)
     return found
 

@@ -17,7 +17,7 @@ from headwise.artefacts import load_artefact, save_artefact
 from headwise.frames import frame, interval_columns
 from headwise.intervals import Interval
 from headwise.models.values import ModelInfo
-from headwise.provenance import TextInfo
+from headwise.provenance import Origin, TextInfo
 from headwise.pruning.settings import PruneSettings, StreamSettings
 from headwise.tables import Table, table, tables_html
 from headwise.values import OMITTED, HeadArray, from_plain, plain_fields
@@ -62,6 +62,8 @@ class NestedSets:
     heads: tuple[str, ...]  # of the chosen set, in the order in which they left
     gain_heads: tuple[str, ...]  # of the set that lowers the loss, if that is confirmed
     versions: Mapping[str, str] = field(repr=False)
+    # hash of patch.safetensors, which takes the chosen set out: whose evaluations are its own
+    patch: str | None = field(default=None, metadata=OMITTED)
     # of stream: attention on both ends, [layer][key/value group], and what the cache takes
     mass: HeadArray | None = field(default=None, repr=False, metadata=OMITTED)
     bytes_per_token: int | None = field(default=None, metadata=OMITTED)  # keys and values of all
@@ -71,6 +73,15 @@ class NestedSets:
     def cost(self, count: int, part: Part, order: str = OURS) -> Interval | None:
         """What `count` units of an order cost on one text, if that was measured."""
         return self.costs.get(order, {}).get(count, {}).get(part)
+
+    @property
+    def kind(self) -> Literal["prune", "stream"]:
+        """The verb that wrote it."""
+        return "prune" if isinstance(self.settings, PruneSettings) else "stream"
+
+    def origin(self, name: object) -> Origin:
+        """What it is of."""
+        return Origin(str(name), self.model.id, self.model.fingerprint, self.patch)
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -203,8 +214,7 @@ class NestedSets:
 
     def save(self, path: Path) -> Path:
         """Write `prune.json` or `stream.json`."""
-        kind = "prune" if isinstance(self.settings, PruneSettings) else "stream"
-        return save_artefact(path, kind, plain_fields(self))
+        return save_artefact(path, self.kind, plain_fields(self))
 
     @staticmethod
     def load(path: Path) -> NestedSets:

@@ -33,7 +33,8 @@ from headwise.proof.values import (
     identity_of,
 )
 from headwise.proof.zones import Map, Mask, Zones, zones_of
-from headwise.provenance import Origin, require_same_origin
+from headwise.provenance import STOCK, Origin, require_same_origin
+from headwise.pruning.values import PRUNE, STREAM, NestedSets
 from headwise.studies.study import started_study
 from headwise.studies.summary import StudySummary
 from headwise.surgery.plan import join_plans, plans_of
@@ -44,6 +45,7 @@ from headwise.triaging.values import Triage
 from headwise.watch.film import FILM, Film
 
 MASS, TRIAGE = "first_token_mass", "triage.json"
+PRUNED, STREAMED = "prune", "stream"  # kinds of source, and folders of a check-up
 Artefact = TypeVar("Artefact")
 
 
@@ -150,6 +152,7 @@ class Source:
     missing: tuple[str, ...] = ()  # arms that were asked for and are not finished
     triage: Triage | None = field(default=None, repr=False)  # of stock
     checkup: tuple[str, ...] = ()  # what a check-up in this folder says
+    searches: tuple[NestedSets, ...] = ()  # of heads to take out, of groups to restrict
 
     @property
     def conditions(self) -> list[Condition]:
@@ -172,8 +175,8 @@ class Source:
     @property
     def model(self) -> ModelInfo | None:
         """The model as the first diagnosis describes it; a bare run does not know it."""
-        found = (c.diagnosis for c in self.conditions if c.diagnosis is not None)
-        return next((diagnosis.model for diagnosis in found), None)
+        measured = [c.diagnosis.model for c in self.conditions if c.diagnosis is not None]
+        return next(iter([*measured, *(search.model for search in self.searches)]), None)
 
     @property
     def model_id(self) -> str:
@@ -235,6 +238,8 @@ class Source:
 
     def recoveries(self, arm: str) -> list[Recovery]:
         """What became of the treated heads of an arm, for every seed that says so."""
+        if self.kind in (PRUNED, STREAMED):  # heads that are out do not recover
+            return []
         evaluations = [c.evaluation for c in self.of_arm(arm)]
         return [e.recovery for e in evaluations if e is not None and e.recovery is not None]
 
@@ -255,11 +260,11 @@ def read_source(
     after: Path | None = None,
     triage: Path | None = None,
 ) -> Source:
-    """Read a study, a run, or a folder with a diagnosis or an evaluation.
+    """Read a study, a run, or a folder of diagnose, evaluate, checkup, watch, prune or stream.
 
-    A run's evaluations `before` and `after` are found beside it (`out/before`, `out/after`) if they
-    do not lie in it and are not named; a triage of the same weights in the folder, in a study's
-    `stock` or beside it (`out/triage`).
+    The evaluations `before` and `after` of a run or of pruned heads are found beside it
+    (`out/before`, `out/after`) if they do not lie in it and are not named; a triage of the same
+    weights in the folder, in a study's `stock` or beside it (`out/triage`).
     """
     found = _read_folder(folder, before, after)
     return replace(found, triage=_triage(found, triage))
@@ -308,14 +313,45 @@ def _read_folder(folder: Path, before: Path | None, after: Path | None) -> Sourc
             stock,
             completions=completions,
             checkup=_checkup_lines(folder, ours),
+            searches=_searches(folder / PRUNED, folder / STREAMED, ours=ours),
         )
+    if searches := _searches(folder):
+        return _read_search(folder, searches, before, after)
     raise ArtefactError(
-        "nothing to report: no study.json, run.json, watch.jsonl, diagnosis.json or "
-        "evaluation.json",
+        "nothing to report: no study.json, run.json, watch.jsonl, diagnosis.json, "
+        "evaluation.json, prune.json or stream.json",
         where=folder,
-        fix="pass the folder that `headwise study`, `repair`, `watch`, `diagnose` or `evaluate` "
-        "wrote",
+        fix="pass the folder that `headwise study`, `repair`, `watch`, `diagnose`, `evaluate`, "
+        "`prune` or `stream` wrote",
     )
+
+
+def _searches(*folders: Path, ours: Origin | None = None) -> tuple[NestedSets, ...]:
+    """What prune and stream found, of the same weights."""
+    paths = [folder / name for folder in folders for name in (PRUNE, STREAM)]
+    read = {path: NestedSets.load(path) for path in paths if path.exists()}
+    for path, search in read.items():
+        if ours is not None:
+            require_same_origin(replace(ours, patch=None), search.origin(path))
+    return tuple(read.values())
+
+
+def _read_search(
+    folder: Path, searches: tuple[NestedSets, ...], before: Path | None, after: Path | None
+) -> Source:
+    """A search, with the evaluations of its patch and of stock where both are known."""
+    first = searches[0]
+    ours = first.origin(folder)
+    judged = _evaluation(folder, after, "after", ours)
+    stock_side = _evaluation(folder, before, "before", replace(ours, patch=STOCK))
+    if judged is None or stock_side is None:
+        return Source(folder, first.kind, folder.name, None, searches=searches)
+    stock = Condition("stock", diagnosis=stock_side.diagnosis, evaluation=stock_side)
+    compared = compare(stock_side, judged)
+    pruned = Condition(
+        first.kind, diagnosis=judged.diagnosis, evaluation=judged, comparison=compared
+    )
+    return Source(folder, first.kind, folder.name, stock, (pruned,), searches=searches)
 
 
 def _checkup_lines(folder: Path, ours: Origin | None) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from headwise.heads import heads_where
 from headwise.intervals import Interval
 from headwise.proof.zones import roles_played
 from headwise.provenance import text_name
+from headwise.pruning.values import RANDOM
 from headwise.report.drift import moved_untouched
 from headwise.report.effect import (
     effect_text,
@@ -27,7 +28,7 @@ from headwise.report.effect import (
     untested_text,
 )
 from headwise.report.finding import Finding, Tone, Verdict, film_verdict
-from headwise.report.source import Condition, Source
+from headwise.report.source import PRUNED, Condition, Source
 
 # what each control holds fixed, and so what a difference to it is due to
 CONTROLS = {
@@ -72,10 +73,13 @@ def _ruined(source: Source, alarms: Sequence[Alarm]) -> bool:
 
 def _judge(source: Source) -> Verdict:
     main = main_run(source)
-    found = [_sickness(source), _triaged(source)]
+    found = [_sickness(source), _triaged(source), *_searched(source)]
     film = None if source.stock is None else source.stock.film
     if film is not None:
         return film_verdict(film, found)
+    if main is None and source.stock is None and source.searches:
+        said = source.searches[0].sentences[0 if source.kind == PRUNED else 1]
+        return Verdict(f"{said[0].upper()}{said[1:]}.", "plain", tuple(f for f in found if f))
     if main is None:
         return Verdict(_sick_headline(source), "plain", tuple(f for f in found if f))
     found += [
@@ -208,6 +212,35 @@ def _triaged(source: Source) -> Finding | None:
     counts = ", ".join(f"{count} {name}" for name, count in source.triage.counts.items() if count)
     judged = _count(len(source.triage.heads), "head")
     return Finding("Why they are sick", f"Triage of {judged}: {counts or 'none judged'}.")
+
+
+def _searched(source: Source) -> list[Finding]:
+    """What prune and stream promise, and what a random choice of as many would cost."""
+    rows = []
+    for search in source.searches:
+        text = "; ".join(line.strip() for line in search.sentences)
+        if search.chosen:
+            text += f"; in the order in which they leave: {', '.join(search.groups)}"
+        chance = search.cost(search.chosen, "held_out", RANDOM)
+        if chance is not None:
+            text += f"; as many taken at random: {interval(chance)} on held-out text"
+        title = "Heads that can go" if search.kind == PRUNED else "Groups that need no long cache"
+        rows.append(Finding(title, f"{text[0].upper()}{text[1:]}."))
+    return rows
+
+
+def _kept_promise(source: Source, change: Interval) -> tuple[str, Tone]:
+    """A pruned model beside the limit below which its search promised to stay."""
+    search = source.searches[0]
+    limit = f"the {search.settings.search.max_loss:g} nats per token that prune promised"
+    without = f"Without {_count(len(search.heads), 'head')}"
+    if change.high < 0:
+        return f"{without} the model reads this text better.", "good"
+    if change.low > search.settings.search.max_loss:
+        return f"{without} the model loses more on this text than {limit}.", "bad"
+    if change.high < search.settings.search.max_loss:
+        return f"{without} the model loses less on this text than {limit}.", "good"
+    return f"{without}: not shown whether the loss on this text is below {limit}.", "plain"
 
 
 def _untrained(main: Condition) -> Finding | None:
@@ -403,6 +436,8 @@ def _roles(source: Source, main: Condition) -> Finding | None:
     stock, now = (None if c is None else c.diagnosis for c in (source.stock, main))
     if zones is None or not zones.operated.any() or stock is None or now is None:
         return None
+    if main.run is None:  # heads that are out attend as before, and play no role
+        return None
     played = roles_played(stock, now, zones.operated)
     if played is None:
         return None
@@ -537,6 +572,8 @@ def _headline(source: Source, main: Condition) -> tuple[str, Tone]:
             return _sick_headline(source), "plain"
         place = "on its own validation text; it was not evaluated on held-out text"
         return f"{name} made the model worse {place}.", "bad"
+    if source.kind == PRUNED:
+        return _kept_promise(source, change)
     if change.low > 0:
         return f"{name} made the model worse on held-out text.", "bad"
     if change.high >= 0:

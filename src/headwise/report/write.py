@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from headwise.artefacts import write_text
+from headwise.pruning.values import PART_NAMES, Part
 from headwise.report.page import Picture, render_page
 from headwise.report.paper.reference import with_published
 from headwise.report.paper.values import FIGURE_NOTES
@@ -41,7 +42,8 @@ def write_report(
     """
     out, read = Path(out), read_source(Path(source), before, after, triage)
     if paper is None:
-        paper = read.model is not None and read.model.model_type == "bloom"
+        bloom = read.model is not None and read.model.model_type == "bloom"
+        paper = bloom and bool(read.conditions)  # the paper prunes nothing
     tables = report_tables(read, paper=paper)
     for one in tables:
         write_text(out / "tables" / f"{one.key}.md", one.to_markdown())
@@ -54,7 +56,12 @@ def write_report(
 def report_tables(source: Source, *, paper: bool) -> list[Table]:
     """Our tables that have rows, numbered; with `paper` all ten, the published rows below."""
     ours = [make(source) for make in TABLES]
-    kept = [with_published(t) if paper else t.narrowed() for t in ours if paper or t.rows]
+    found = [
+        replace(t, key=f"{search.kind}_{t.key}", title=f"{search.kind}: {t.title}")
+        for search in source.searches
+        for t in search.tables()
+    ]
+    kept = [with_published(t) if paper else t.narrowed() for t in ours if paper or t.rows] + found
     return [
         replace(t, key=f"table{n:02d}_{t.key}", title=f"Table {n}: {t.title}")
         for n, t in enumerate(kept, 1)
@@ -64,6 +71,7 @@ def report_tables(source: Source, *, paper: bool) -> list[Table]:
 def _draw(source: Source, folder: Path, paper: bool) -> list[Picture]:
     """Draw and save every figure that this source has data for."""
     # matplotlib is slow to load: not before it is needed
+    from headwise.pruning.figures import curve_figure
     from headwise.report.figures import FIGURES
 
     pictures = []
@@ -74,6 +82,13 @@ def _draw(source: Source, folder: Path, paper: bool) -> list[Picture]:
             key, name = f"figure{number}_{slug}", f"Figure {number}: {title}"
             pictures.append(_save(key, name, draw(source), folder, FIGURE_NOTES[number]))
     pictures += [_save(key, title, draw(source), folder) for key, (title, draw) in FIGURES.items()]
+    for search in source.searches:
+        parts: tuple[Part, ...] = ("held_out", "other")
+        for part in parts:
+            if search.order and part in search.texts:
+                title = f"{search.kind}: change of loss on {PART_NAMES[part]}, beside other orders"
+                drawn = curve_figure(search, part)
+                pictures.append(_save(f"{search.kind}_{part}", title, drawn, folder))
     return [picture for picture in pictures if picture is not None]
 
 
