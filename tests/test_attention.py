@@ -12,12 +12,10 @@ from headwise.forward.attention import (
     TILE,
     Scores,
     attend,
-    first_keys_mass,
     fused_is_trusted,
     mass_at,
     max_logits,
     moments,
-    sink_share,
     tile_scores,
 )
 
@@ -132,20 +130,25 @@ def test_moments_and_masses_equal_the_dense_ones(case, kv_heads, monkeypatch):
         entropy = entropy + torch.special.entr((scores.sinks.double()[None, :, None] - lse).exp())
     mean_key = (p * torch.arange(LENGTH)).sum(-1) / p.sum(-1)
     _, got_lse = attend(scores, v)
+    assert error(sink_share(scores, got_lse), 1 - p.sum(-1), at) < 1e-5
     sets = (randn(2, LENGTH, 5, seed=7) > 1).float()
     sets[:, 48:, 1] = sets[:, 48:, 3] = 0  # two of them lie within the first keys
-    computed = [moments(scores, got_lse, sets), attention._tiled_moments(scores, sets)]
+    computed = [moments(scores, got_lse, sets, 3), attention._tiled_moments(scores, sets, 3)]
     if scores.is_plain:
-        computed.append(attention._fused_moments(scores, got_lse, sets))
+        computed.append(attention._fused_moments(scores, got_lse, sets, 3))
         monkeypatch.setattr(attention, "EARLY", 48)
         monkeypatch.setattr(attention, "ROWS", 33)  # many rows, the last of them fewer
-        out, own_lse, moment = attention.attend_with_moments(scores, v, sets)
+        out, own_lse, moment = attention.attend_with_moments(scores, v, sets, 3)
         assert error(out, dense(scores, v)[1], at) < (1e-5 if scores.bias is None else 5e-5)
         assert error(own_lse, lse, at) < (1e-5 if scores.bias is None else 1e-4)
         assert torch.isfinite(moment.entropy).all()  # also where a query sees no key
         computed.append(moment)
     for moment in computed:
         assert error(moment.shares, p @ sets[:, None].double(), at) < 1e-5
+        for offset in range(3):
+            expected = torch.zeros_like(lse)
+            expected[..., offset:] = p.diagonal(-offset, 2, 3)
+            assert error(moment.back[..., offset], expected, at) < 1e-5, offset
         assert error(moment.entropy, entropy, at) < 2e-4  # one query; a head's mean is 10x better
         assert (moment.entropy - entropy).where(at, 0.0).mean(-1).abs().max() < 1e-5
         assert error(moment.mean_key, mean_key, at) < 1e-2
@@ -255,21 +258,3 @@ def test_the_largest_logit_is_the_largest_of_all_pairs(case, kv_heads, monkeypat
     lower, upper = max_logits(scores, lse, real)
     assert (lower <= expected + 1e-4).all()
     assert (upper >= expected - 1e-4).all()
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_the_mass_on_the_first_keys_is_that_of_each_together(case):
-    scores, v = make(case, 2)
-    _, lse = attend(scores, v)
-    logits = tile_scores(replace(scores, window=None), 0, LENGTH)[0]
-    p = (logits - lse[..., None]).exp()
-    p = torch.where(attention._allowed(scores, 0, LENGTH, 0), p, 0)
-    at = (
-        torch.ones_like(lse, dtype=torch.bool)
-        if scores.visible is None
-        else (scores.visible[:, None].expand_as(lse))
-    )
-    found = first_keys_mass(scores, lse, 4).sum(-1)
-    assert (found - p[..., :4].sum(-1))[at].abs().max() < 1e-5
-    learned = sink_share(scores, lse)
-    assert (p.sum(-1) + learned - 1)[at].abs().max() < 1e-5

@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import one_hot
 from transformers import PreTrainedModel
 
-from headwise.diagnosis.role_measures import RoleReader, local_masses
-from headwise.diagnosis.roles import PROBE
+from headwise.diagnosis.role_measures import RoleReader
+from headwise.diagnosis.roles import LOCAL_WINDOW, PROBE
 from headwise.errors import ModelError
 from headwise.forward.attention import (
     Moments,
-    first_keys_mass,
     mass_at,
     max_logits,
     sink_share,
@@ -40,7 +40,6 @@ from headwise.models.architectures import (
 from headwise.progress import Progress, silent
 from headwise.texts.batches import Batch
 
-LOCAL_WINDOW = 3  # t-2 .. t
 FIXED = 8  # positions at which a sink is looked for
 
 MEASURES = (
@@ -181,26 +180,27 @@ def heads_measurement(
             return _arrays(roles.excess(number, attention, nothing, (), real)), 0.0, None, None
         if layer not in grams:  # when it first runs its weights are at hand, also if streamed
             grams[layer] = _output_gram(model, layer)
-        buckets, sets = _buckets(work[number]), torch.zeros(1, scores.length, 0)
-        if pooled:
-            sets = torch.nn.functional.one_hot(buckets, measured.num_buckets).float()[None]
+        buckets = _buckets(work[number])
+        columns = [torch.eye(scores.length, FIXED), one_hot(buckets, measured.num_buckets).float()]
+        sets = torch.cat(columns, -1)[None]
         if roles is not None:
-            columns = roles.columns[number]
-            sets = torch.cat([sets.expand(len(columns), -1, -1), columns], -1)
-        moment = attention.moments(sets)  # first: the output then comes out of the same pass
-        lse, pools, awake = attention.lse, None, None
-        mass, back = mass_at(scores, lse, None), local_masses(scores, lse)
+            own = roles.columns[number]
+            sets = torch.cat([sets.expand(len(own), -1, -1), own], -1)
+        # asked first: the layer's output comes out of the same pass
+        moment, pools, awake = attention.moments(sets, LOCAL_WINDOW), None, None
+        counts = [FIXED, measured.num_buckets, sets.shape[-1] - FIXED - measured.num_buckets]
+        first, by_bucket, shares = moment.shares.clamp(max=1).split(counts, -1)
+        mass, back = first[..., 0], moment.back.unbind(-1)
         measures = {
             **_core_measures(attention, mass, moment, real),
-            **_attention_measures(attention, moment, back, real),
+            **_attention_measures(attention, moment, first, real),
         }
         measures |= _output_measures(attention, mass, real, grams[layer], measures["output_norm"])
         if pooled:
-            pools = _pooled(moment.shares[..., : measured.num_buckets], real, buckets)
+            pools = _pooled(by_bucket, real, buckets)
         if roles is not None:
-            shares = moment.shares[..., measured.num_buckets * pooled :]
             measures |= roles.excess(number, attention, shares, back, real)
-            awake = roles.rows.sums(number, 1 - mass - sink_share(scores, lse), real)
+            awake = roles.rows.sums(number, 1 - mass - sink_share(scores, attention.lse), real)
         profile = _by_bucket(mass, real, buckets, measured.num_buckets)
         return _arrays(measures), profile, pools, awake
 
@@ -310,18 +310,17 @@ def _core_measures(
 
 
 def _attention_measures(
-    attention: LayerAttention, moment: Moments, back: Sequence[Tensor], weights: Tensor
+    attention: LayerAttention, moment: Moments, first: Tensor, weights: Tensor
 ) -> dict[str, Tensor]:
-    scores, lse = attention.scores, attention.lse
-    position = torch.arange(scores.length, device=lse.device, dtype=torch.float32)
+    scores = attention.scores
+    position = torch.arange(scores.length, device=scores.q.device, dtype=torch.float32)
     uniform = scores.num_visible.log()  # 0 where a query sees one key: its entropy is 0 too
     later = _later(weights)
-    first = first_keys_mass(scores, lse, FIXED)
     strongest = _columns(first, weights).max(-1)
     return {
         "normalized_entropy": _mean(moment.entropy / uniform.clamp_min(1e-6), later),
-        "local_mass": _mean(sum(back[1:], back[0]), weights),
-        "previous_token_mass": _mean(back[1], later),
+        "local_mass": _mean(moment.back.sum(-1), weights),
+        "previous_token_mass": _mean(moment.back[..., 1], later),
         "mean_distance": _mean(position - moment.mean_key, weights),
         "first_4_token_mass": _mean(first[..., :4].sum(-1).clamp(max=1.0), weights),
         "strongest_mass": strongest.values,

@@ -79,12 +79,14 @@ class LayerAttention:
         """The log-sum-exp of every query's scores."""
         return self._attended()[1]
 
-    def moments(self, sets: Float[Tensor, "#batch key set"] | None = None) -> Moments:
-        """What the attention says as a distribution over keys, and its shares on sets of keys."""
+    def moments(
+        self, sets: Float[Tensor, "#batch key set"] | None = None, back: int = 0
+    ) -> Moments:
+        """What the attention says as a distribution over keys: `attend_with_moments` says more."""
         differentiable = torch.is_grad_enabled() and self.scores.q.requires_grad
         if self.attended is not None or differentiable:
-            return moments(self.scores, self.lse, sets)
-        out, lse, moment = attend_with_moments(self.scores, self.v, sets)
+            return moments(self.scores, self.lse, sets, back)
+        out, lse, moment = attend_with_moments(self.scores, self.v, sets, back)
         self.attended = out, lse
         return moment
 
