@@ -373,7 +373,7 @@ def indicator_mass(
     return out[..., : indicators.shape[-1]], lse
 
 
-PAIRS = 2**21  # numbers gathered at once: 8 MiB
+PAIRS = 2**18  # numbers gathered at once: 1 MiB, in 0.4 of the time that 8 MiB take
 
 
 def pair_mass(
