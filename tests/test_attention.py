@@ -16,6 +16,7 @@ from headwise.forward.attention import (
     mass_at,
     max_logits,
     moments,
+    sink_share,
     tile_scores,
 )
 
