@@ -117,7 +117,7 @@ def _damaged_prefix(path):
     from headwise.surgery.job import Job, _prefix
 
     run = RunSettings.load(path.parent.parent / "run")
-    job = Job(desk.loaded().model, run, Corpus("", (), (), run.corpus), path.parent)
+    job = Job(desk.loaded().model, run, Corpus(run.corpus, ()), path.parent)
     return _prefix(job, path, desk.random_block()).numpy().tobytes()
 
 
