@@ -52,7 +52,7 @@ class Reading:
     @property
     def again(self) -> list[str]:
         """Model and texts for the next command."""
-        named = ["--texts", *self.texts.texts] if self.texts.texts else []
+        named = [word for text in self.texts.texts for word in ("--texts", text)]
         return [self.model, *named, *["--lines"] * self.texts.lines]
 
 

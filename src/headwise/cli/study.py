@@ -132,6 +132,7 @@ def _write_report(
     if len(read.arms()) > 1:
         print_tables([arms_summary(read)])
     patch, then = source / "patch.safetensors", ["checkup", "MODEL"]
-    if patch.exists() and read.model is not None:
+    verdict = judge(read)
+    if patch.exists() and read.model is not None and verdict.tone != "bad":
         then = ["apply", read.model.id, str(patch), "--out", "repaired/"]
-    wrote([], f"{judge(read).headline}\nlook at {path}", then)
+    wrote([], f"{verdict.headline}\nlook at {path}", then)

@@ -50,7 +50,7 @@ def evaluation_line(found: Evaluation) -> str:
     """What an evaluation says, in one line."""
     parts = [f"perplexity {e.perplexity.value:.4g} on {n}" for n, e in found.text_sets.items()]
     for name, change in (found.against_stock or {}).items():
-        parts.append(f"this patch {loss_verdict(change)} ({change.value:+.4f} nats on {name})")
+        parts.append(f"this patch: {loss_verdict(change)} ({change.value:+.4f} nats on {name})")
     alone = [c for n, c in found.heads.ablation_zero.items() if not n.startswith(JOINT)]
     if alone:
         costly = sum(cost.interval.low > 0 for cost in alone)
