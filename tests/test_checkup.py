@@ -149,7 +149,7 @@ def test_one_text_gets_an_answer(tmp_path):
     answer = checkup(small_model(), TEXTS[:1], out=tmp_path)
     assert "1 text of given" in answer.lines()[0]
     assert any(
-        "too few documents (give 21 or more with --texts)" in one for one in answer.not_looked_at
+        "1 of 16 tokens or more, 21 are needed (--texts)" in one for one in answer.not_looked_at
     )
 
 

@@ -249,11 +249,10 @@ def test_an_answer_for_what_cannot_be_asked(tmp_path):
         stream(one, TEXTS, out=tmp_path)
     with pytest.raises(SettingsError, match=r"at most -0\.01 nats"):
         asked(max_loss=-0.01)
-    with pytest.raises(TextError, match=r"12 documents of 16 tokens or more: too few"):
+    with pytest.raises(TextError, match="too few documents: 12 of 16 tokens or more"):
         prune(loaded_tiny(), out=tmp_path)
-    with pytest.raises(TextError, match="1 document of 16 tokens or more: too few") as raised:
+    with pytest.raises(TextError, match=f"1 of 16 tokens or more, {LEAST} are"):
         prune(loaded_tiny(), TEXTS.texts[:1], out=tmp_path)
-    assert f"give {LEAST} or more" in str(raised.value)
     for words in (["--max-loss", "nan"], ["--max-texts", "0"], ["--most", "0"]):
         done = CliRunner().invoke(app, ["prune", "patient", *words])
         assert done.exit_code in (1, 2)

@@ -24,7 +24,7 @@ from headwise.checkups.values import CHECKUP, Checkup, Opportunity, checkup_of
 from headwise.cost import seconds_per_token
 from headwise.diagnosis.diagnose import diagnose
 from headwise.diagnosis.values import Diagnosis
-from headwise.errors import HeadwiseError, ModelError, SettingsError, TextError
+from headwise.errors import HeadwiseError, ModelError, SettingsError
 from headwise.forward.separability import check
 from headwise.heads import Head, format_heads
 from headwise.integrity.locks import one_writer
@@ -35,7 +35,6 @@ from headwise.models.loaded_model import LoadedModel, takes_model
 from headwise.models.values import ModelInfo
 from headwise.progress import Progress, Work, silent, stage
 from headwise.pruning.prune import prune
-from headwise.pruning.search import LEAST
 from headwise.pruning.settings import PruneSettings, SearchSettings, StreamSettings
 from headwise.pruning.stream import stream
 from headwise.pruning.values import NestedSets
@@ -161,12 +160,9 @@ class _Work:
                 answer = look(answer, diagnosis, earlier)
             except _OutOfTime:
                 answer = _skipped(answer, f"{name}: takes a longer --budget")
-            except TextError:
-                answer = _skipped(
-                    answer, f"{name}: too few documents (give {LEAST} or more with --texts)"
-                )
             except HeadwiseError as error:  # a family or texts that this stage cannot use
-                answer = _skipped(answer, f"{name}: {str(error).splitlines()[0]}")
+                why = str(error).splitlines()[0].partition(". ")[0]
+                answer = _skipped(answer, f"{name}: {why}")
             answer.save(self.out / CHECKUP)
         return answer
 

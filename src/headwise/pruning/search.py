@@ -76,11 +76,12 @@ def deal_documents(
     }
     if len(parts["validation"]) < FEWEST:
         raise TextError(
-            f"{len(own)} document{'s' * (len(own) != 1)} of {minimum} tokens or more: too few. "
-            f"{FEWEST} must validate a set and {FEWEST} check it, on none of which it was chosen",
+            f"too few documents: {len(own)} of {minimum} tokens or more, {LEAST} are needed "
+            f"(--texts). {FEWEST} must validate a set and {FEWEST} check it, on none of which it "
+            "was chosen",
             where=texts.name,
-            fix=f"give {LEAST} or more with --texts (a .txt file is one document; with --lines "
-            "every line is one), longer ones, or a larger --max-texts",
+            fix="give more or longer documents (a .txt file is one; with --lines every line is "
+            "one), or a larger --max-texts",
         )
     others = bundled_texts() if also is None else also
     foreign = [text for text in others.texts if document_hash(text) not in unique]
