@@ -23,6 +23,7 @@ from headwise.models.first_token import FirstToken
 from headwise.models.loaded_model import LoadedModel
 from headwise.pruning.prune import prune
 from headwise.triaging.values import TRIAGE_CLASSES
+from reportstudy import triage_of
 
 # eight: heads that can go are not looked for on so few
 TEXTS = [f"{a} {b} {a}" for a in SENTENCES for b in SENTENCES][:8]
@@ -166,6 +167,23 @@ def test_the_answer_fits_a_terminal_whatever_it_says(tmp_path):
         assert len(lines) <= MOST_LINES
         assert max(map(len, lines)) <= WIDTH
         assert lines[-1] == "page: out/checkup/report.html"
+
+
+def test_heads_that_sleep_and_could_go_are_named_as_one_choice(tmp_path, monkeypatch):
+    loaded, texts = small_model(), [f"{text} {n}" for n in range(5) for text in TEXTS]
+    monkeypatch.setattr(checking, "_SEARCHES", checking._SEARCHES[-1:])
+    limit = CheckupSettings(budget="5m", max_loss=5.0)  # three heads may go
+    every = [f"L{layer}H{index}" for layer in (0, 1) for index in range(4)]
+    answer = checkup(loaded, texts, out=tmp_path, settings=limit)
+    triage_of(dict.fromkeys(every, "asleep")).save(tmp_path / "triage.json")
+    monkeypatch.setattr(checking._Work, "_triage", lambda _, one, *__: replace(one, why={"asleep": 3}))
+    again = checkup(loaded, texts, out=tmp_path, settings=limit)
+    told = {one.name: one.finding for one in again.opportunities}["prune"]
+    heads = read_json(tmp_path / "prune" / "prune.json")["heads"]
+    asleep = len(set(every) & set(heads))
+    assert asleep
+    assert f"; {asleep} of them sleep: repair or prune, not both" in told
+    assert "sleep" not in {one.name: one.finding for one in answer.opportunities}["prune"]
 
 
 def test_every_class_is_said_in_words(tmp_path):

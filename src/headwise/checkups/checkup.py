@@ -310,6 +310,9 @@ class _Work:
             told = f"{len(found.heads)} of {found.units} heads can go below "
             told += f"{self.settings.max_loss:g} nats"
             told += "" if cost is None else f"; on held-out text {_told(cost)}"
+            asleep = Triage.load(self.out / TRIAGE).of_class("asleep") if answer.why else []
+            both = {str(head) for head in asleep} & set(found.heads)
+            told += f"; {len(both)} of them sleep: repair or prune, not both" * bool(both)
             command = f"headwise apply {name} {self.out}/prune/patch.safetensors --out pruned"
             answer = _worth(answer, Opportunity("prune", told, command, cost))
         return answer

@@ -3,7 +3,8 @@
 A config has one number of heads for all layers, so every layer loses as many: those of the layer
 that retired fewest. Retired heads beyond that stay as the patch has them. A head that gives a
 constant leaves it in the output bias, if the family's config can have one. What is written was
-compared with the patched model, logit by logit; a family that cannot be shrunk so says why.
+compared, logit by logit, with the patched model whose retired heads give their constants; a family
+that cannot be shrunk so says why.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from headwise.artefacts import load_artefact, save_artefact
 from headwise.errors import HeadwiseError, ModelError
-from headwise.forward.tap import tapped
+from headwise.forward.tap import LayerAttention, tapped
 from headwise.heads import Head, format_heads
 from headwise.models.architectures import dense_weight, geometry_of, projection_name, projection_of
 from headwise.models.loaded_model import LoadedModel
@@ -67,7 +68,8 @@ def shrink(loaded: LoadedModel, patch: Patch, out: Path) -> Shrunken:
     """Write the model that carries `patch` without the heads that it retired."""
     model = loaded.model
     heads, num_heads, num_kv_heads = removable_heads(model, patch)
-    constants = _constants(loaded, heads)
+    given = _given_at_first(loaded)
+    constants = _constants(model, heads, given)
     config = copy.deepcopy(model.config)
     _set_heads(model, config.get_text_config(), num_heads, num_kv_heads, bool(constants))
     try:
@@ -75,7 +77,7 @@ def shrink(loaded: LoadedModel, patch: Patch, out: Path) -> Shrunken:
     except (ValueError, RuntimeError, TypeError, AttributeError) as error:
         raise _refusal(model, f"its code cannot build such a model ({str(error)[:120]})") from None
     _fill(model, small, heads, num_kv_heads < geometry_of(model).num_kv_heads, constants)
-    difference = _difference(model, small)
+    difference = _difference(model, small, heads, given)
     if difference > TOLERANCE:
         raise _refusal(
             model,
@@ -147,22 +149,26 @@ def _refusal(model: PreTrainedModel, why: str) -> ModelError:
 
 
 @torch.inference_mode()
-def _constants(loaded: LoadedModel, heads: Sequence[Head]) -> dict[int, Float[Tensor, "hidden"]]:
-    """What the heads add to the output of their layers at every token; layers without are left out.
-
-    A retired head gives the same everywhere: what it gives at the first token.
-    """
-    model, outputs = loaded.model, dict[int, Tensor]()
-    with tapped(model, lambda one: outputs.__setitem__(one.layer, one.out[0, :, 0].float())):
+def _given_at_first(loaded: LoadedModel) -> dict[int, Float[Tensor, "head value"]]:
+    """What heads give at the first token, by layer: a retired one gives the same everywhere."""
+    outputs: dict[int, Tensor] = {}
+    with tapped(loaded.model, lambda one: outputs.__setitem__(one.layer, one.out[0, :, 0].float())):
         first = loaded.tokenizer.bos_token_id if loaded.bos else 0
-        model(torch.tensor([[first or 0]]), use_cache=False)
+        loaded.model(torch.tensor([[first or 0]]), use_cache=False)
+    return outputs
+
+
+def _constants(
+    model: PreTrainedModel, heads: Sequence[Head], given: Mapping[int, Tensor]
+) -> dict[int, Float[Tensor, "hidden"]]:
+    """What the heads add to the output of their layers at every token, where that is anything."""
     constants: dict[int, Tensor] = {}
-    for layer, out in outputs.items():
+    for layer, out in given.items():
         columns = dense_weight(projection_of(model, layer, "o")).T.unflatten(0, (len(out), -1))
         gone = [head.index for head in heads if head.layer == layer]
-        given = torch.einsum("hv,hvd->d", out[gone], columns[gone])
-        if bool(given.any()):
-            constants[layer] = given
+        added = torch.einsum("hv,hvd->d", out[gone], columns[gone])
+        if bool(added.any()):
+            constants[layer] = added
     return constants
 
 
@@ -221,14 +227,31 @@ def _fill(
 
 
 @torch.inference_mode()
-def _difference(model: PreTrainedModel, small: PreTrainedModel) -> float:
-    """The largest difference of logits on random tokens, relative to the largest logit."""
+def _difference(
+    model: PreTrainedModel,
+    small: PreTrainedModel,
+    heads: Sequence[Head],
+    given: Mapping[int, Tensor],
+) -> float:
+    """The largest difference of logits on random tokens, relative to the largest logit.
+
+    In the larger model the heads give their constants: tokens that no text has wake parked heads.
+    """
+
+    def ablate(attention: LayerAttention) -> Tensor | None:
+        gone = [head.index for head in heads if head.layer == attention.layer]
+        out = attention.out.clone()
+        out[:, gone] = given[attention.layer][gone][:, None].to(out)
+        return out
+
     size, start = int(model.config.get_text_config().vocab_size), model.config.bos_token_id
     ids = torch.randint(size, _COMPARED, generator=torch.Generator().manual_seed(0))
     if isinstance(start, int):
         ids[:, 0] = start
     try:
-        ours, theirs = (one(ids, use_cache=False).logits.float() for one in (small, model))
+        ours = small(ids, use_cache=False).logits.float()
+        with tapped(model, ablate):
+            theirs = model(ids, use_cache=False).logits.float()
     except RuntimeError as error:
         raise HeadwiseError(f"the smaller model does not run ({str(error)[:120]})") from None
     return float((ours - theirs).abs().max() / theirs.abs().max())
