@@ -176,7 +176,8 @@ def test_heads_that_sleep_and_could_go_are_named_as_one_choice(tmp_path, monkeyp
     every = [f"L{layer}H{index}" for layer in (0, 1) for index in range(4)]
     answer = checkup(loaded, texts, out=tmp_path, settings=limit)
     triage_of(dict.fromkeys(every, "asleep")).save(tmp_path / "triage.json")
-    monkeypatch.setattr(checking._Work, "_triage", lambda _, one, *__: replace(one, why={"asleep": 3}))
+    why = {"asleep": 3}
+    monkeypatch.setattr(checking._Work, "_triage", lambda _, one, *__: replace(one, why=why))
     again = checkup(loaded, texts, out=tmp_path, settings=limit)
     told = {one.name: one.finding for one in again.opportunities}["prune"]
     heads = read_json(tmp_path / "prune" / "prune.json")["heads"]
