@@ -115,9 +115,11 @@ def test_a_shape_whose_attention_bypasses_the_interface_is_refused():
         guard(model)
 
 
+@pytest.mark.parametrize("encoder_layers", [2, 3])
 @pytest.mark.parametrize("family", ["bart", "marian", "pegasus"])
-def test_the_decoder_of_a_sequence_model_is_read_by_its_own_attention(family):
-    sizes = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "encoder_layers": 2}
+def test_the_decoder_of_a_sequence_model_is_read_by_its_own_attention(family, encoder_layers):
+    sizes = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4}
+    sizes["encoder_layers"] = encoder_layers
     sizes |= {"decoder_ffn_dim": 48, "encoder_attention_heads": 4, "vocab_size": 97}
     model = sharp_model(AutoConfig.for_model(family, **sizes, pad_token_id=0, scale_embedding=True))
     assert check(model).passed

@@ -60,7 +60,9 @@ _LLAMA = Architecture()
 
 def _layers(model: PreTrainedModel) -> tuple[str, list[nn.Module]] | None:
     """The outermost list with as many modules as the config has layers."""
-    count = int(getattr(model.config.get_text_config(), "num_hidden_layers", 0))
+    config = model.config.get_text_config()
+    # a decoder that was one half of a model has a number of its own; the other is the encoder's
+    count = int(getattr(config, "decoder_layers", 0) or getattr(config, "num_hidden_layers", 0))
     lists = (
         (name, list(module.children()))
         for name, module in model.named_modules()
