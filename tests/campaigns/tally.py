@@ -53,8 +53,10 @@ class Tally:
     def fails(self, kind, example, *, lost=False):
         self._counted(kind, 1)
         (self.lost if lost else self.wrong)[kind] += 1
+        example = f"{kind}: {example}"[:1500]
+        sys.stderr.write(f"not survived: {example}\n")
         if len(self.examples) < KEPT_EXAMPLES:
-            self.examples.append(f"{kind}: {example}"[:1500])
+            self.examples.append(example)
 
     @property
     def clean(self):
