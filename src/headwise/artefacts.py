@@ -57,20 +57,17 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> Path:
 def temporary_beside(path: Path) -> Path:
     """A name for what will become `path`; its checksum of itself shows that headwise chose it."""
     name = f".{path.name}.{secrets.token_hex(4)}"
-    return path.with_name(f"{name}{_seal_of(name)}{TEMPORARY}")
+    return path.with_name(name + _seal_of(name))
 
 
 def is_temporary(path: Path) -> bool:
     """Whether headwise chose this name: another program's file may end as ours do."""
-    name, seal = path.name[: -len(_SEAL + TEMPORARY)], path.name[-len(_SEAL + TEMPORARY) :]
-    return seal == f"{_seal_of(name)}{TEMPORARY}" and not path.is_symlink()
-
-
-_SEAL = "-01234567"
+    name = path.name[: -len(_seal_of(""))]
+    return path.name == name + _seal_of(name) and not path.is_symlink()
 
 
 def _seal_of(name: str) -> str:
-    return f"-{content_hash([name])[: len(_SEAL) - 1]}"
+    return f"-{content_hash([name])[:8]}{TEMPORARY}"
 
 
 def sweep(folder: Path) -> None:
