@@ -265,7 +265,7 @@ def _layer_times(shape: ModelShape, device: str, tokens: int) -> tuple[float, fl
             model.base_model(input_ids=ids.to(device), use_cache=False)
 
     def measured() -> None:
-        measure_heads(model, batches(ids.tolist(), 1), pooled=True)
+        measure_heads(model, batches(ids.tolist(), 1))
 
     with one_thread():
         seconds = _seconds(plain, device), _seconds(measured, device)

@@ -282,7 +282,7 @@ def _diagnosed(model: Any, ids: list[list[int]]) -> None:
     from headwise.diagnosis.measures import measure_heads
     from headwise.texts.batches import batches
 
-    measure_heads(model, batches(ids, 1), pooled=True)
+    measure_heads(model, batches(ids, 1))
 
 
 def _ablated(model: Any, ids: list[list[int]]) -> None:

@@ -90,7 +90,6 @@ def diagnosis_measurement(
         model,
         work,
         skip_queries=skip_queries,
-        pooled=True,
         visit=lambda layer: dormant.append(dormant_weights(model, layer)),
         sample=_sample(encoded),
         roles=roles,
@@ -156,7 +155,6 @@ def _profile(measured: Measured) -> Profile:
 
 
 def _pooled(measured: Measured) -> Pooled:
-    assert measured.pooled_sum is not None
     last = int(np.flatnonzero(measured.profile_count)[-1]) + 1
     counts = np.maximum(measured.profile_count[:last], 1)[:, None]
     maps = (measured.pooled_sum[:, :, :last, :last] / counts).round(6)

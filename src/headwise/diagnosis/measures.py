@@ -72,7 +72,7 @@ class Measured:
     values: dict[str, np.ndarray]  # (text, layer, head)
     profile_sum: Float[np.ndarray, "bucket layer head"]
     profile_count: Int[np.ndarray, "bucket"]
-    pooled_sum: Float[np.ndarray, "layer head bucket bucket"] | None = None  # query x key buckets
+    pooled_sum: Float[np.ndarray, "layer head bucket bucket"]  # query x key buckets
     sample_loss: float = 0.0  # of the beginnings of some texts, in nats
     # how awake heads are: sums by token and kind (`TokenRows`), and token by token on one text
     awake_sum: Float[np.ndarray, "layer head row"] | None = None
@@ -89,7 +89,7 @@ class Measured:
         for name, value in values.items():
             self.values[name][texts, row] = value
         self.profile_sum[:, row] += profile
-        if self.pooled_sum is not None and pooled is not None:
+        if pooled is not None:
             self.pooled_sum[row] += pooled
         if self.awake_sum is not None and self.awake_text is not None and awake is not None:
             self.awake_sum[row] += awake[0]
@@ -146,7 +146,6 @@ def heads_measurement(
     batches: Iterable[Batch],
     *,
     skip_queries: int = 0,
-    pooled: bool = False,
     visit: Visit | None = None,
     sample: Mapping[int, int] | None = None,
     roles: RoleReader | None = None,
@@ -159,7 +158,7 @@ def heads_measurement(
     geometry, work = geometry_of(model), list(batches)
     probe = None if roles is None else roles.probe
     read = work if probe is None else [*work, probe]
-    measured = _nothing(model, work, pooled, roles)
+    measured = _nothing(model, work, roles)
     weights = [query_weights(batch, 0 if batch is probe else skip_queries) for batch in read]
     grams: dict[int, Tensor] = {}
     loss = 0.0
@@ -187,7 +186,7 @@ def heads_measurement(
             own = roles.columns[number]
             sets = torch.cat([sets.expand(len(own), -1, -1), own], -1)
         # asked first: the layer's output comes out of the same pass
-        moment, pools, awake = attention.moments(sets, LOCAL_WINDOW), None, None
+        moment, awake = attention.moments(sets, LOCAL_WINDOW), None
         counts = [FIXED, measured.num_buckets, sets.shape[-1] - FIXED - measured.num_buckets]
         first, by_bucket, shares = moment.shares.clamp(max=1).split(counts, -1)
         mass, back = first[..., 0], moment.back.unbind(-1)
@@ -196,13 +195,11 @@ def heads_measurement(
             **_attention_measures(attention, moment, first, real),
         }
         measures |= _output_measures(attention, mass, real, grams[layer], measures["output_norm"])
-        if pooled:
-            pools = _pooled(by_bucket, real, buckets)
         if roles is not None:
             measures |= roles.excess(number, attention, shares, back, real)
             awake = roles.rows.sums(number, 1 - mass - sink_share(scores, attention.lse), real)
         profile = _by_bucket(mass, real, buckets, measured.num_buckets)
-        return _arrays(measures), profile, pools, awake
+        return _arrays(measures), profile, _pooled(by_bucket, real, buckets), awake
 
     yield HookedPass(
         [batch.ids for batch in read],
@@ -228,9 +225,7 @@ _LayerMeasures = tuple[
 ]
 
 
-def _nothing(
-    model: PreTrainedModel, work: Sequence[Batch], pooled: bool, roles: RoleReader | None
-) -> Measured:
+def _nothing(model: PreTrainedModel, work: Sequence[Batch], roles: RoleReader | None) -> Measured:
     """Zeros to add to."""
     geometry, texts = geometry_of(model), sum(len(batch.lengths) for batch in work)
     shape = geometry.num_layers, geometry.num_heads
@@ -246,7 +241,7 @@ def _nothing(
         values,
         np.zeros((count, *shape)),
         np.zeros(count, dtype=np.int64),
-        np.zeros((*shape, count, count)) if pooled else None,
+        np.zeros((*shape, count, count)),
         0.0,
         *awake,
     )
