@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from conftest import tiny_language_model
 from headwise.artefacts import load_artefact
 from headwise.errors import HeadwiseError, TextError
+from headwise.intervals import paired_interval
 from headwise.models.loaded_model import LoadedModel
 from headwise.proof.completed_texts import (
     Completion,
@@ -232,12 +234,41 @@ def test_a_local_harness_task_runs_offline(task, tokenizer, tmp_path, monkeypatc
         run_tasks(model, tokenizer, [str(task.with_name("missing.yaml"))])
 
 
-def _right_answers(model, tokenizer):
-    """The same task by hand: is the right choice the one with the larger log-probability?"""
-    import json
+@pytest.mark.filterwarnings("ignore")
+def test_the_paired_difference_of_two_models_is_that_by_hand(tokenizer, tmp_path, monkeypatch):
+    """Two random models and choices of one length: now one is right, now the other."""
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    data = tmp_path / "words.jsonl"
+    rows = [
+        {
+            "question": f"Q{number}:",
+            "choices": ["abc"[number % 3 :], "cba"[number % 3 :]],
+            "label": 0,
+        }
+        for number in range(24)
+    ]
+    data.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    task = tmp_path / "tiny_choice.yaml"
+    text = (HARNESS / "tiny_choice.yaml").read_text()
+    task.write_text(text.replace("DATA_FILE", str(data)))
+    sides, right = [], []
+    for family in ("bloom", "llama"):
+        model = tiny_language_model(family)
+        sides.append(run_tasks(model, tokenizer, [str(task)], batch_size=8)[1])
+        right.append(np.array(_right_answers(model, tokenizer, data)))
+    change = paired_tasks(*sides, 0)["tiny_choice"]["acc,none"]
+    by_hand = paired_interval(right[1] - right[0], np.ones(len(rows)), seed=0)
+    assert {-1.0, 1.0} <= set(right[1] - right[0])
+    assert (change.value, change.low, change.high) == pytest.approx(
+        (by_hand.value, by_hand.low, by_hand.high)
+    )
 
+
+def _right_answers(model, tokenizer, data=HARNESS / "tiny_choice.jsonl"):
+    """The same task by hand: is the right choice the one with the larger log-probability?"""
     right = []
-    for line in (HARNESS / "tiny_choice.jsonl").read_text().splitlines():
+    for line in data.read_text().splitlines():
         row = json.loads(line)
         scores = [_log_probability(model, tokenizer, row["question"], c) for c in row["choices"]]
         right.append(float(scores.index(max(scores)) == row["label"]))
@@ -258,7 +289,8 @@ def test_scores_of_two_models_are_paired_by_item():
 
 def _log_probability(model, tokenizer, question, choice):
     start = len(tokenizer(question)["input_ids"])
-    ids = torch.tensor([tokenizer(question + choice)["input_ids"]])
+    # the harness puts a space between the two, whatever the choice begins with
+    ids = torch.tensor([tokenizer(f"{question} {choice}")["input_ids"]])
     with torch.inference_mode():
         log_p = model(ids).logits[0].log_softmax(-1)
     return sum(float(log_p[i - 1, ids[0, i]]) for i in range(start, ids.shape[1]))
