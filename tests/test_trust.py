@@ -459,6 +459,16 @@ def test_a_run_leaves_a_folder_called_prefix_and_linked_checkpoints_alone(tmp_pa
     assert [path.name for path in elsewhere.iterdir()] == ["step-0000001.safetensors"]
 
 
+def test_a_fresh_run_refuses_checkpoints_that_lie_in_its_folder(tmp_path):
+    loaded = LoadedModel("tiny", tiny_language_model("llama"), tiny_tokenizer())
+    (tmp_path / "checkpoints").mkdir()
+    theirs = tmp_path / "checkpoints" / "step-0000001.safetensors"
+    theirs.write_text("another run's")
+    with pytest.raises(ArtefactError, match="checkpoints without their run lie here"):
+        repair_run(loaded, plan_for(loaded.model), random_corpus(), TINY_RECIPE, out=tmp_path)
+    assert theirs.read_text() == "another run's"
+
+
 def test_a_process_that_is_killed_leaves_no_lock_that_holds(tmp_path):
     program = (
         "import sys, time; from pathlib import Path\n"
