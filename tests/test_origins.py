@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from conftest import tiny_language_model
 from filmed import film_in
+from headwise.artefacts import save_artefact
 from headwise.cli import app
 from headwise.errors import ArtefactError
 from headwise.handover.adapter import export_peft
@@ -28,6 +29,7 @@ from headwise.studies.summary import StudySummary
 from headwise.surgery.plan import SurgeryPlan
 from headwise.surgery.values import RunSettings
 from headwise.therapy.values import Therapy
+from headwise.values import to_plain
 from headwise.watch.film import resumed_film
 from reportstudy import (
     build_study,
@@ -319,3 +321,40 @@ def test_a_search_of_other_weights_in_a_checkups_folder_is_refused(
     pruned_of(Evaluation.load(other_base / "evaluation.json").model).save(path)
     with pytest.raises(ArtefactError, match=f"{APART}: different base weights"):
         read_source(tmp_path)
+
+
+@pytest.mark.parametrize("other", [name for name in RUNS if name != "sham-s0"])
+def test_completions_of_another_patch_in_a_run_are_refused(study, tmp_path, other):
+    """The page of a run showed what another run's patch had written."""
+    folder = tmp_path / "run"
+    shutil.copytree(study / "runs" / "sham-s0", folder)
+    read = Completions.load(study / "completions.json")
+
+    def said_by(run):
+        patches = {"stock": "", "mine": RunSettings.load(study / "runs" / run).patch}
+        conditions = {"stock": read.conditions["stock"], "mine": read.conditions["sham"]}
+        of = replace(read.provenance, patches=patches)
+        replace(read, conditions=conditions, provenance=of).save(folder / "completions.json")
+
+    said_by("sham-s0")
+    assert read_source(folder).completions is not None
+    said_by(other)
+    with pytest.raises(ArtefactError, match=f"{APART}: different patches") as caught:
+        read_source(folder)
+    assert "mine of" in str(caught.value)
+
+
+def test_a_checkup_of_other_weights_is_refused_with_both_names(study, other_base, tmp_path):
+    stock = Evaluation.load(study / "stock" / "evaluation.json")
+    stock.diagnosis.save(tmp_path / "diagnosis.json")
+    path = tmp_path / "checkup.json"
+    for folder, fits in ((study / "stock", True), (other_base, False)):
+        model = Evaluation.load(folder / "evaluation.json").model
+        save_artefact(path, "checkup", {"model": to_plain(model), "lines": ["healthy"]})
+        if fits:
+            assert read_source(tmp_path).checkup == ("healthy",)
+            continue
+        with pytest.raises(ArtefactError, match=f"{APART}: different base weights") as caught:
+            read_source(tmp_path)
+        assert "checkup.json" in str(caught.value)
+        assert "diagnosis.json" in str(caught.value) or str(tmp_path) in str(caught.value)

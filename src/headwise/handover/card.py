@@ -32,7 +32,7 @@ def _front(source: Source) -> str:
 
 def _verdict(found: Verdict) -> list[str]:
     alarms = [f"> **{alarm}**" for alarm in found.alarms]
-    findings = [f"- **{finding.title}** {finding.text}" for finding in found.findings]
+    findings = [f"- **{finding.title}:** {finding.text}" for finding in found.findings]
     return ["\n".join(alarms), f"**{found.headline}** {found.basis}", "\n".join(findings)]
 
 
@@ -41,8 +41,9 @@ def _done(source: Source) -> list[str]:
     if main is None or main.run is None:
         return []
     run = main.run
+    base = source.model_name if Path(run.model).exists() else run.model  # not where it lay here
     rows = [
-        f"- base: `{run.model}`, weights `{run.fingerprint[:16]}`",
+        f"- base: `{base}`, weights `{run.fingerprint[:16]}`",
         f"- heads: `{run.plan.targets}` (selection `{run.plan.selection}`)",
         f"- mode: {run.mode}, seed {run.seed}, {main.steps_taken} optimizer steps",
         f"- corpus: {text_name(run.corpus.name)}",

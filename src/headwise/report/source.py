@@ -360,8 +360,9 @@ def _checkup_lines(folder: Path, ours: Origin | None) -> tuple[str, ...]:
     if not path.exists():
         return ()
     body = load_artefact(path, "checkup")
-    if ours is not None and body["model"]["fingerprint"] != ours.base:
-        raise ArtefactError("the check-up here is of other weights", where=path, fix="run it again")
+    if ours is not None:
+        theirs = Origin(str(path), body["model"]["id"], body["model"]["fingerprint"])
+        require_same_origin(replace(ours, patch=None), theirs, "run the check-up again")
     return tuple(str(line) for line in body["lines"])
 
 
@@ -463,6 +464,12 @@ def _read_run(folder: Path, before: Path | None, after: Path | None) -> Source:
         comparison = condition.comparison or compare(stock_side, judged, run=folder)
         condition = replace(condition, comparison=comparison)
     completions = _completions(folder, ours)
+    if completions is not None:
+        names = [name for name in completions.conditions if name != "stock"]
+        theirs = [completions_origin(completions, n, folder / "completions.json") for n in names]
+        if all(replace(ours, run=None, seed=None).differs_from(one) for one in theirs):
+            for one in theirs[:1]:  # of stock alone they may be of any run
+                require_same_origin(ours, one)
     return Source(folder, "run", folder.name, stock, (condition,), completions=completions)
 
 
