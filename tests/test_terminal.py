@@ -118,7 +118,7 @@ def test_figures_are_counted_not_listed(capsys, tmp_path):
 @pytest.mark.parametrize(("stock", "worse"), [(4.0, True), (4.5, False), (5.0, False)])
 def test_a_repair_that_left_the_model_worse_says_so(stock, worse, tmp_path):
     state = SimpleNamespace(
-        validations=[SimpleNamespace(loss=5.0, step=0)],
+        validations={0: 5.0},
         best_loss=4.5,
         best_step=2,
         stopped="",
