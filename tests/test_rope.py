@@ -16,6 +16,7 @@ from headwise.forward.interventions import ZERO, Variant
 from headwise.forward.variant_losses import variant_losses
 from headwise.heads import Head
 from headwise.models.loaded_model import LoadedModel
+from headwise.models.rope import length_class
 from headwise.plasticity.settings import CaptureSettings
 from headwise.proof.perplexity import text_losses
 from headwise.surgery.recipe import Recipe

@@ -348,7 +348,7 @@ def found_difference(model: PreTrainedModel, longest: int) -> str:
     Through the tap and the loss path at once, two forward passes in all; past every boundary that a
     text of the `longest` length meets, and no longer than that takes.
     """
-    enough = proof_length(model) if boundaries(model) else PAST
+    enough = proof_length(model) if boundaries(model) else min(PAST, max_positions(model) or PAST)
     ids = random_ids(model, 1, max(2, min(longest, enough)))
     if is_half(model):
         return _layer_difference(model, ids)

@@ -190,7 +190,7 @@ def _one_pass(
         plan.save(folder / "plan.yaml")
     done = arm.treatment or arm.mode
     way = f"{done} on " * (done != arm.name)
-    line = f"arm {arm.name}, seed {seed}: {way}{len(plan.target_heads)} heads"
+    line = f"{arm.name} s{seed}: {way}{len(plan.target_heads)} heads"  # as workers name a run
     stage(line, setting.progress)
     keep = read_texts(arm.keep) if arm.keep else None
     request = setting.study.request(arm, seed, plan)
