@@ -8,10 +8,8 @@ whether it starts a word, its characters say the rest.
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-import numpy as np
-from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
 KINDS = ("special", "space", "delimiter", "number", "word", "piece")  # a code is a place here
@@ -51,8 +49,3 @@ def _code(text: str, marked: bool) -> int:
         return KINDS.index("number")
     starts = text.startswith((" ", "\n")) or not marked
     return KINDS.index("word" if starts else "piece")
-
-
-def coded(ids: Sequence[Sequence[int]], codes: dict[int, int]) -> list[Int[np.ndarray, "token"]]:
-    """The codes of every text's tokens."""
-    return [np.array([codes[one] for one in text], dtype=np.int64) for text in ids]
